@@ -1,0 +1,1 @@
+"""Declare cells, isolate them, time them, store one row each, resume."""

@@ -1,0 +1,119 @@
+"""What a probe declares, and what a cell is. A leaf: no torch, nothing else of ours but errors.
+
+A probe is declared in a module that imports no torch, so that a suite is checked and planned without
+it; `Probe.work` names the function that does the work inside the cell's process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import msgspec
+
+Device = Literal["cpu", "cuda"]
+AxisValue = str | int | float | bool
+
+
+class Axes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of a probe's axes: one field per axis, typed by a `Literal` or a constrained scalar.
+
+    Fields without a default must be given by the suite. A rule between axes goes into the probe's
+    `skip`, which answers with a reason, not into `__post_init__`.
+    """
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How every cell of a suite is measured."""
+
+    warmup_steps: int = 3  # after the first step, before the timed ones
+    steps: int = 10
+    timeout_s: float = 300.0  # a deadline on the whole cell, not on silence
+    grace_s: float = 5.0  # between TERM and KILL
+    cache: Literal["cold", "warm", "shared"] = "cold"  # compile caches: empty / kept per cell / one for all
+    check: bool = True  # compare loss and gradients with a reference in higher precision
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("warmup_steps", self.warmup_steps, 0),
+            ("steps", self.steps, 1),
+            ("timeout_s", self.timeout_s, 0.1),
+            ("grace_s", self.grace_s, 0.0),
+        ):
+            if not value >= least:
+                raise ValueError(f"{name} is {value}; the least allowed is {least}")
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One cell on its way into its process; everything the child needs."""
+
+    id: str  # "<cell hash>.r<replicate>", also the stem of the row's file name
+    work: str  # "package.module:function"
+    axes: dict[str, AxisValue]
+    device: Device
+    measure: Measure
+    seed: int
+    folder: str  # the cell's own empty scratch folder, removed afterwards
+    result_path: str
+    log_path: str
+    env: dict[str, str] = {}  # late-read variables, set in the child (harness.environ)
+    check_fresh: bool = True  # a fork proves that it is fresh before it starts
+
+
+def _never(axes: Axes, device: Device) -> str:
+    return ""
+
+
+def _one(axes: Axes) -> int:
+    return 1
+
+
+def _unknown_cost(axes: Axes, device: Device, measure: Measure) -> float:
+    return 1.0
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """One question that cells can answer. Declared without importing torch."""
+
+    name: str
+    question: str
+    axes: type[Axes]
+    work: str  # "package.module:function"; function(axes, task) -> harness.rows.Result
+    timed: bool = True  # a timed cell has its device alone; others may run side by side on a CPU
+    preload: tuple[str, ...] = ()  # modules the fork server imports; none may initialise CUDA
+    # "package.module:function"(folder) run once in the fork server after preload: work that is the same
+    # for every cell of a run, kept in a folder that cells only read. It runs no tensor operation.
+    prepare: str = ""
+    needs_prepare: Callable[[Axes, Device], bool] = lambda axes, device: False
+    sources: tuple[str, ...] = ()  # modules or packages whose files make up the `code` fingerprint
+    skip: Callable[[Axes, Device], str] = _never  # a reason, or "" to run
+    devices: Callable[[Axes], int] = _one  # how many devices a cell claims
+    estimate_s: Callable[[Axes, Device, Measure], float] = _unknown_cost
+
+
+ProbeTable = Mapping[str, Probe]
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One point of the matrix, once per replicate."""
+
+    probe: str
+    axes: dict[str, AxisValue]
+    device: Device
+    replicate: int = 0
+    skip: str = ""  # the reason; a skipped cell still gets its row
+    expect_status: tuple[str, ...] = ("ok",)
+    expect_verdict: tuple[str, ...] = ("ok", "caveat")
+    devices: int = 1
+    hash: str = ""  # of what decides the measurement; equal for all replicates
+
+    @property
+    def id(self) -> str:
+        return f"{self.hash}.r{self.replicate}"
+
+
+def cell_hash(probe: str, axes: Mapping[str, AxisValue], device: Device, how: bytes) -> str:
+    """64 bits over probe, axes, device and `how` (measure, seed and environment, encoded)."""
+    body = msgspec.json.encode([probe, device, axes], order="sorted")
+    return hashlib.sha256(body + how).hexdigest()[:16]
