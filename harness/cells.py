@@ -19,7 +19,7 @@ AxisValue = str | int | float | bool
 class Axes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of a probe's axes: one field per axis, typed by a `Literal` or a constrained scalar.
 
-    Fields without a default must be given by the suite. A rule between axes goes into the probe's
+    Subclass it with `kw_only=True`. Fields without a default must be given by the suite. A rule between axes goes into the probe's
     `skip`, which answers with a reason, not into `__post_init__`.
     """
 
@@ -106,14 +106,15 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     expect_status: tuple[str, ...] = ("ok",)
     expect_verdict: tuple[str, ...] = ("ok", "caveat")
     devices: int = 1
-    hash: str = ""  # of what decides the measurement; equal for all replicates
+    how: bytes = b""  # measure, seed and environment of the suite, encoded
+
+    @property
+    def hash(self) -> str:
+        """64 bits over what decides the measurement; equal for all replicates."""
+        body = msgspec.json.encode([self.probe, self.device, self.axes], order="sorted")
+        return hashlib.sha256(body + self.how).hexdigest()[:16]
 
     @property
     def id(self) -> str:
+        """`<hash>.r<replicate>`: the stem of the row's file name."""
         return f"{self.hash}.r{self.replicate}"
-
-
-def cell_hash(probe: str, axes: Mapping[str, AxisValue], device: Device, how: bytes) -> str:
-    """64 bits over probe, axes, device and `how` (measure, seed and environment, encoded)."""
-    body = msgspec.json.encode([probe, device, axes], order="sorted")
-    return hashlib.sha256(body + how).hexdigest()[:16]

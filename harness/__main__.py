@@ -1,0 +1,144 @@
+"""Command line: plan, run, report, doctor.
+
+Exit codes: 0 as expected; 1 a row that the suite does not expect; 2 wrong input; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal, Optional, cast
+
+import typer
+from rich.console import Console
+
+from harness import devices
+from harness import suite as suites
+from harness.cells import Device
+from harness.errors import HarnessError, unknown
+from harness.suite import Suite
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+out = Console(highlight=False)
+
+SuiteName = Annotated[str, typer.Argument(help="A name in suites/ (single) or a path of a TOML file")]
+DeviceName = Annotated[Optional[str], typer.Option("--device", help="cpu or cuda; default: what this machine has")]
+Only = Annotated[Optional[list[str]], typer.Option("--only", help="axis=value[,value…]; may be repeated")]
+Shard = Annotated[str, typer.Option("--shard", help="i/n: the i-th of n parts")]
+
+
+@app.command()
+def plan(
+    suite: SuiteName,
+    device: DeviceName = None,
+    only: Only = None,
+    shard: Shard = "",
+    cells: Annotated[bool, typer.Option("--cells/--no-cells", help="List the cells")] = True,
+) -> None:
+    """Show the cells, the skips with their reasons, and a time estimate. Touches no device."""
+    from harness.plan import show
+
+    show(_suite(suite, device, only, shard), out, cells)
+
+
+@app.command()
+def run(
+    suite: SuiteName,
+    device: DeviceName = None,
+    use: Annotated[Optional[str], typer.Option("--devices", help="GPUs by position: 0-7 or 0,2")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Verdict-only cells side by side on a CPU")] = 1,
+    only: Only = None,
+    fresh: Annotated[bool, typer.Option("--fresh/--resume", help="Keep an earlier run aside and start anew")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run crashed, timed-out and failed cells again")] = False,
+    shard: Shard = "",
+    isolation: Annotated[str, typer.Option(help="forkserver, or spawn: a cold Python per cell")] = "forkserver",
+    folder: Annotated[Optional[Path], typer.Option("--out", help="The run's folder")] = None,
+    report: Annotated[bool, typer.Option("--report/--no-report", help="Render BENCH.md at the end")] = True,
+) -> None:
+    """Run a suite, one isolated process per cell, one row each; go on where an earlier run stopped."""
+    from harness.session import Options, execute
+
+    if isolation not in ("forkserver", "spawn"):
+        raise unknown("isolation", isolation, ("forkserver", "spawn"), "--isolation")
+    options = Options(
+        out=folder, devices=use, jobs=jobs, isolation=isolation, fresh=fresh, retry=retry, shard=shard
+    )
+    outcome = execute(_suite(suite, device, only, shard), options, out)
+    counts = ", ".join(f"{n} {status}" for status, n in sorted(outcome.counts.items()))
+    state = "interrupted: " if outcome.interrupted else ""
+    out.print(f"{state}{sum(outcome.counts.values())}/{outcome.cells} rows in {outcome.folder} ({counts or 'none'})")
+    if outcome.unexpected:
+        out.print(f"{outcome.unexpected} of them not as the suite expects", style="red")
+    if report and outcome.counts:
+        _render([outcome.folder], outcome.folder, "md")
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs")],
+    folder: Annotated[Optional[Path], typer.Option("--out", help="Where to write; default: the first run")] = None,
+    fmt: Annotated[str, typer.Option("--format", help="md or html")] = "md",
+) -> None:
+    """Render BENCH.md and its plots from rows alone."""
+    if fmt not in ("md", "html"):
+        raise unknown("format", fmt, ("md", "html"), "--format")
+    _render(runs, folder or runs[0], fmt)
+
+
+@app.command()
+def answers(runs: Annotated[list[Path], typer.Argument(help="Folders of runs")]) -> None:
+    """One sentence per question: which kernel, which compile mode, which dtype, how long a sequence."""
+    from reports.answers import answers as derive
+    from reports.load import load_run
+
+    for answer in derive([load_run(path) for path in runs]):
+        out.print(f"[bold]{answer.question}[/bold] {answer.sentence}", soft_wrap=True)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable")] = False) -> None:
+    """What this machine can do, decision by decision, with reasons. Exit 1 when something is a problem."""
+    import probes.doctor as examination
+
+    raise typer.Exit(examination.main(out, as_json))
+
+
+def _suite(name: str, device: str | None, only: list[str] | None, shard: str) -> Suite:
+    from probes.table import table
+
+    if device not in (None, "cpu", "cuda"):
+        raise unknown("device", device, ("cpu", "cuda"), "--device")
+    wanted = cast("Device | None", device)
+    path = suites.find(name, wanted or devices.here())
+    suite = suites.load(path, table(), wanted)
+    if only:
+        suite = suites.only(suite, only)
+    return suites.shard(suite, shard) if shard else suite
+
+
+def _render(runs: list[Path], folder: Path, fmt: Literal["md", "html"] | str) -> None:
+    from reports.bench import render
+    from reports.load import load_run
+
+    for path in render([load_run(run) for run in runs], folder, cast("Literal['md', 'html']", fmt)):
+        if path.suffix in (".md", ".html"):
+            out.print(f"report: {path}", soft_wrap=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; user errors are printed without a traceback. Returns the exit code."""
+    try:
+        app(arguments, prog_name="python -m harness", standalone_mode=True)
+    except HarnessError as error:
+        Console(stderr=True, highlight=False).print(str(error), style="red", markup=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else int(bool(leave.code))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""Runs a suite's cells, each in its own process, and writes exactly one row for each.
+
+One thread, one loop: start what fits, sleep until a process speaks or a deadline passes, write the row.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from harness import environ, outcome
+from harness.cells import Cell, Task
+from harness.isolate import Kind, Launched, Launcher, Lost
+from harness.rows import Isolation, Result, Row
+from harness.store import Folder
+from harness.suite import Suite
+from harness.wire import Ended
+
+_TICK_S = 1.0  # for the progress line and for logs that grow without end
+_AFTER_KILL_S = 10.0
+_STALE = "exit 75"
+
+
+class Progress(Protocol):
+    """What the runner tells whoever watches."""
+
+    def started(self, cell: Cell) -> None: ...
+    def ended(self, cell: Cell, row: Row) -> None: ...
+    def tick(self) -> None: ...
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, and with what; decided before the first process starts."""
+
+    suite: Suite
+    cells: tuple[Cell, ...]  # without those that have a valid row already
+    devices: tuple[str, ...]  # ids for CUDA_VISIBLE_DEVICES; ("cpu",) on a CPU
+    jobs: int = 1
+    no_device: str = ""  # why the suite's device is not here: every cell is a skip with this reason
+    environment: str = ""
+    fingerprint: dict[str, str] = {}
+
+
+class _Running(msgspec.Struct, kw_only=True):
+    cell: Cell
+    task: Task
+    devices: tuple[str, ...]
+    neighbours: set[str]
+    asked_at: float
+    started_at: str
+    oom_kills: int
+    launched: Launched | None = None
+    deadline: float = float("inf")
+    signals: int = 0  # 0 running, 1 TERM sent, 2 KILL sent, 3 server abandoned
+
+
+class Interrupted(Exception):
+    """The user ended the run; every finished row is kept."""
+
+
+class Runner:
+    """One execution of a plan. Call `run` once."""
+
+    def __init__(self, plan: Plan, folder: Folder, launcher: Launcher, progress: Progress) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._launcher = launcher
+        self._progress = progress
+        self._pending = collections.deque(plan.cells)
+        self._running: dict[str, _Running] = {}
+        self._free = list(plan.devices)
+        self._stop = 0
+        self._kind = _kind(plan)
+
+    def run(self) -> None:
+        """Every cell gets its row. Raises Interrupted after SIGINT or SIGTERM, when no process is left."""
+        with self._interruptible():
+            while self._pending or self._running:
+                self._start_what_fits()
+                for event in self._launcher.wait(self._next_wake()):
+                    self._hear(event)
+                self._enforce_deadlines()
+                self._progress.tick()
+                if self._stop:
+                    raise Interrupted
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        def stop(*_: object) -> None:
+            self._stop += 1
+            if self._stop > 1:
+                raise Interrupted
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _start_what_fits(self) -> None:
+        while self._pending and not self._stop:
+            cell = self._pending[0]
+            if why := self._why_not(cell):
+                self._pending.popleft()
+                self._write(cell, Result(status="skipped", reason=why), Isolation(), "", None)
+            elif self._fits(cell):
+                self._pending.popleft()
+                self._start(cell)
+            else:
+                return
+
+    def _why_not(self, cell: Cell) -> str:
+        if cell.skip:
+            return cell.skip
+        if self._plan.no_device:
+            return self._plan.no_device
+        if cell.devices > len(self._plan.devices):
+            return f"needs {cell.devices} devices; {len(self._plan.devices)} here"
+        return ""
+
+    def _fits(self, cell: Cell) -> bool:
+        """In order, so that a cell of many devices is not passed over for ever by small ones."""
+        if cell.device == "cuda":
+            return cell.devices <= len(self._free)
+        if self._plan.suite.probe.timed:  # on a CPU the device is the machine: timed cells run alone
+            return not self._running
+        return len(self._running) < self._plan.jobs
+
+    def _start(self, cell: Cell) -> None:
+        devices: tuple[str, ...] = ()
+        if cell.device == "cuda":
+            devices = tuple(self._free[: cell.devices])
+            del self._free[: cell.devices]
+        task = self._task(cell, devices)
+        running = _Running(
+            cell=cell,
+            task=task,
+            devices=devices,
+            neighbours=set(self._running),
+            asked_at=time.monotonic(),
+            started_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
+            oom_kills=outcome.oom_kills(),
+        )
+        for other in self._running.values():
+            other.neighbours.add(task.id)
+        self._running[task.id] = running
+        self._launcher.start(task, self._kind)
+        self._progress.started(cell)
+
+    def _task(self, cell: Cell, devices: tuple[str, ...]) -> Task:
+        file = self._plan.suite.file
+        folder = self._launcher.cell_folder()
+        caches = {"cold": folder, "warm": self._folder.path / "caches" / cell.hash}.get(
+            file.measure.cache, self._folder.path / "caches" / "shared"
+        )
+        env = {
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+            "TMPDIR": str(folder / "t"),
+            **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
+            **environ.late(file.env),
+        }
+        return Task(
+            id=cell.id,
+            work=self._plan.suite.probe.work,
+            axes=cell.axes,
+            device=cell.device,
+            measure=file.measure,
+            seed=file.seed + cell.replicate,
+            folder=str(folder),
+            result_path=str(folder / "result.json"),
+            log_path=str(self._folder.logs / f"{cell.id}.log"),
+            env=env,
+        )
+
+    def _next_wake(self) -> float:
+        nearest = min((r.deadline for r in self._running.values()), default=float("inf"))
+        return min(_TICK_S, nearest - time.monotonic()) if self._running else 0.0
+
+    def _hear(self, event: Launched | Ended | Lost) -> None:
+        running = self._running.get(event.id)
+        if running is None:
+            return
+        if isinstance(event, Launched):
+            running.launched = event
+            running.deadline = time.monotonic() + running.task.measure.timeout_s
+        elif isinstance(event, Lost):
+            status = "timeout" if running.signals else "crashed"
+            self._finish(running, Result(status=status, reason=event.reason), None)
+        elif event.exit == _STALE and not running.signals:
+            why = (outcome.log_tail(_log(running)) or ("the fork was not fresh",))[-1]
+            self._launcher.start(running.task, self._kind, why)
+        else:
+            result = outcome.judge(
+                running.task,
+                event.exit,
+                timed_out=bool(running.signals),
+                oom_kills=outcome.oom_kills() - running.oom_kills,
+            )
+            self._finish(running, result, event)
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        for id, running in self._running.items():
+            outcome.cap_log(_log(running))
+            if now < running.deadline:
+                continue
+            running.signals += 1
+            if running.signals == 1:
+                self._launcher.kill(id, signal.SIGTERM)
+                running.deadline = now + running.task.measure.grace_s
+            elif running.signals == 2:
+                self._launcher.kill(id, signal.SIGKILL)
+                running.deadline = now + _AFTER_KILL_S
+            else:
+                self._launcher.abandon(id)
+                running.deadline = float("inf")
+
+    def _finish(self, running: _Running, result: Result, ended: Ended | None) -> None:
+        del self._running[running.task.id]
+        self._free += running.devices
+        launched = running.launched
+        isolation = Isolation(
+            method=launched.method if launched else "none",  # type: ignore[arg-type]
+            reason=launched.reason if launched else "",
+            cache=running.task.measure.cache,
+            pid=launched.pid if launched else None,
+            exit=ended.exit if ended else "",
+            cpu_s=ended.cpu_s if ended else None,
+            killed_strays=ended.killed_strays if ended else 0,
+            neighbours=tuple(sorted(running.neighbours)),
+            devices=running.devices,
+            env=self._plan.suite.file.env,
+        )
+        self._write(
+            running.cell, result, isolation, running.started_at, time.monotonic() - running.asked_at, _log(running)
+        )
+        _discard(running)
+
+    def _write(
+        self,
+        cell: Cell,
+        result: Result,
+        isolation: Isolation,
+        started_at: str,
+        wall_s: float | None,
+        log: Path | None = None,
+    ) -> None:
+        expected = result.status in (*cell.expect_status, "skipped") and (
+            result.verdict is None or result.verdict in cell.expect_verdict
+        )
+        plan = self._plan
+        row = Row(
+            **msgspec.structs.asdict(result),
+            suite=plan.suite.name,
+            probe=cell.probe,
+            cell=cell.hash,
+            replicate=cell.replicate,
+            device=cell.device,
+            axes=cell.axes,
+            measure=msgspec.to_builtins(plan.suite.file.measure),
+            seed=plan.suite.file.seed + cell.replicate,
+            expected=expected,
+            environment=plan.environment,
+            fingerprint=plan.fingerprint,
+            started_at=started_at,
+            wall_s=wall_s,
+            isolation=isolation,
+            log_tail=() if result.status in ("ok", "skipped") or log is None else outcome.log_tail(log),
+        )
+        self._folder.write(row)
+        self._progress.ended(cell, row)
+
+
+def _log(running: _Running) -> Path:
+    return Path(running.task.log_path)
+
+
+def _discard(running: _Running) -> None:
+    """The cell's scratch folder, and its log if nothing was printed."""
+    shutil.rmtree(running.task.folder, ignore_errors=True)
+    log = _log(running)
+    outcome.cap_log(log, outcome.KEPT_LOG_BYTES)
+    with contextlib.suppress(OSError):
+        if log.stat().st_size == 0:
+            log.unlink()
+
+
+def _kind(plan: Plan) -> Kind:
+    probe = plan.suite.probe
+    early = {n: v for n, v in plan.suite.file.env.items() if n not in environ.LATE_READ}
+    needs = any(
+        probe.needs_prepare(msgspec.convert(c.axes, probe.axes), c.device) for c in plan.cells if not c.skip
+    )
+    return Kind(
+        preload=probe.preload,
+        prepare=probe.prepare if needs and not plan.no_device else "",
+        env=tuple(sorted(early.items())),
+    )
