@@ -178,7 +178,7 @@ def _first_line(text: object) -> str:
 def _served_card(line: str) -> Card | None:
     """One line of the driver's table, or None for a line that is not one."""
     values = [value.strip() for value in line.split(",")]
-    address = re.fullmatch(r"[0-9A-Fa-f]{4}([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)", values[0])
+    address = re.fullmatch(r"([0-9A-Fa-f]{4,8})(:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)", values[0])
     if address is None or len(values) < len(_FIELDS):
         return None
     device_id = _device_id(values[1])
@@ -187,7 +187,7 @@ def _served_card(line: str) -> Card | None:
     memory, power = _number(values[4]), _number(values[5])
     card = Card(
         name=values[2],
-        pci_address=address[1].lower(),
+        pci_address=f"{int(address[1], 16):04x}{address[2].lower()}",  # sysfs writes a shorter domain
         device_id=device_id,
         family=family,
         capability=(int(told[1]), int(told[2])) if told else from_id,
