@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, Optional, cast
+from typing import Annotated, Literal, cast
 
 import typer
 from rich.console import Console
@@ -22,8 +22,10 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 out = Console(highlight=False)
 
 SuiteName = Annotated[str, typer.Argument(help="A name in suites/ (single) or a path of a TOML file")]
-DeviceName = Annotated[Optional[str], typer.Option("--device", help="cpu or cuda; default: what this machine has")]
-Only = Annotated[Optional[list[str]], typer.Option("--only", help="axis=value[,value…]; may be repeated")]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="cpu or cuda; default: what this machine has")
+]
+Only = Annotated[list[str] | None, typer.Option("--only", help="axis=value[,value…]; may be repeated")]
 Shard = Annotated[str, typer.Option("--shard", help="i/n: the i-th of n parts")]
 
 
@@ -45,14 +47,20 @@ def plan(
 def run(
     suite: SuiteName,
     device: DeviceName = None,
-    use: Annotated[Optional[str], typer.Option("--devices", help="GPUs by position: 0-7 or 0,2")] = None,
+    use: Annotated[str | None, typer.Option("--devices", help="GPUs by position: 0-7 or 0,2")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Verdict-only cells side by side on a CPU")] = 1,
     only: Only = None,
-    fresh: Annotated[bool, typer.Option("--fresh/--resume", help="Keep an earlier run aside and start anew")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Run crashed, timed-out and failed cells again")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh/--resume", help="Keep an earlier run aside and start anew")
+    ] = False,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Run crashed, timed-out and failed cells again")
+    ] = False,
     shard: Shard = "",
-    isolation: Annotated[str, typer.Option(help="forkserver, or spawn: a cold Python per cell")] = "forkserver",
-    folder: Annotated[Optional[Path], typer.Option("--out", help="The run's folder")] = None,
+    isolation: Annotated[
+        str, typer.Option(help="forkserver, or spawn: a cold Python per cell")
+    ] = "forkserver",
+    folder: Annotated[Path | None, typer.Option("--out", help="The run's folder")] = None,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Render BENCH.md at the end")] = True,
 ) -> None:
     """Run a suite, one isolated process per cell, one row each; go on where an earlier run stopped."""
@@ -66,7 +74,9 @@ def run(
     outcome = execute(_suite(suite, device, only, shard), options, out)
     counts = ", ".join(f"{n} {status}" for status, n in sorted(outcome.counts.items()))
     state = "interrupted: " if outcome.interrupted else ""
-    out.print(f"{state}{sum(outcome.counts.values())}/{outcome.cells} rows in {outcome.folder} ({counts or 'none'})")
+    out.print(
+        f"{state}{sum(outcome.counts.values())}/{outcome.cells} rows in {outcome.folder} ({counts or 'none'})"
+    )
     if outcome.unexpected:
         out.print(f"{outcome.unexpected} of them not as the suite expects", style="red")
     if report and outcome.counts:
@@ -77,7 +87,9 @@ def run(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs")],
-    folder: Annotated[Optional[Path], typer.Option("--out", help="Where to write; default: the first run")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Where to write; default: the first run")
+    ] = None,
     fmt: Annotated[str, typer.Option("--format", help="md or html")] = "md",
 ) -> None:
     """Render BENCH.md and its plots from rows alone."""
@@ -126,10 +138,10 @@ def _render(runs: list[Path], folder: Path, fmt: Literal["md", "html"] | str) ->
             out.print(f"report: {path}", soft_wrap=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; user errors are printed without a traceback. Returns the exit code."""
+def guarded(command: typer.Typer, name: str) -> int:
+    """Run a command line; user errors are printed without a traceback. Returns the exit code."""
     try:
-        app(arguments, prog_name="python -m harness", standalone_mode=True)
+        command(prog_name=name)
     except HarnessError as error:
         Console(stderr=True, highlight=False).print(str(error), style="red", markup=False, soft_wrap=True)
         return 2
@@ -141,4 +153,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(app, "python -m harness"))

@@ -1,6 +1,6 @@
 """Inside a cell's process: seed, call the probe's function, write its result.
 
-    python -m harness.child TASK.json     (a cold cell; a fork calls `main` directly)
+python -m harness.child TASK.json     (a cold cell; a fork calls `main` directly)
 """
 
 from __future__ import annotations

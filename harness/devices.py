@@ -37,7 +37,9 @@ def pick(ids: tuple[str, ...], selection: str | None) -> tuple[str, ...]:
             raise HarnessError(f"--devices {selection}: write it as 0-3 or 0,2,5")
         for i in range(int(first), int(last or first) + 1):
             if i >= len(ids):
-                raise HarnessError(f"--devices {selection}: there is no device {i}; visible: 0-{len(ids) - 1}")
+                raise HarnessError(
+                    f"--devices {selection}: there is no device {i}; visible: 0-{len(ids) - 1}"
+                )
             if ids[i] not in picked:
                 picked.append(ids[i])
     return tuple(picked)

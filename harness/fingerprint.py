@@ -69,7 +69,11 @@ def _version(name: str) -> str:
 
 def cpu() -> dict[str, Any]:
     """The CPU as a device."""
-    return {"name": _cpu_name(), "cores": psutil.cpu_count(logical=False), "usable": len(os.sched_getaffinity(0))}
+    return {
+        "name": _cpu_name(),
+        "cores": psutil.cpu_count(logical=False),
+        "usable": len(os.sched_getaffinity(0)),
+    }
 
 
 def cuda_devices() -> dict[str, Any]:
@@ -86,7 +90,9 @@ def cuda_devices() -> dict[str, Any]:
             "driver": _text(pynvml.nvmlSystemGetDriverVersion()),
             "names": [_text(pynvml.nvmlDeviceGetName(h)) for h in handles],
             "power_limit_w": [_maybe(pynvml.nvmlDeviceGetEnforcedPowerLimit, h, 1000) for h in handles],
-            "max_sm_clock_mhz": [_maybe(pynvml.nvmlDeviceGetMaxClockInfo, h, 1, pynvml.NVML_CLOCK_SM) for h in handles],
+            "max_sm_clock_mhz": [
+                _maybe(pynvml.nvmlDeviceGetMaxClockInfo, h, 1, pynvml.NVML_CLOCK_SM) for h in handles
+            ],
             "memory_bytes": [int(pynvml.nvmlDeviceGetMemoryInfo(h).total) for h in handles],
         }
     finally:
@@ -126,7 +132,9 @@ def _files(module: str) -> list[Path]:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -5,6 +5,7 @@ Nothing here waits in a loop: `Launcher.wait` sleeps on the servers' sockets unt
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import shutil
@@ -58,7 +59,9 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
 class _Server:
     """One server process, the cells sent to it, and those that wait until it is ready."""
 
-    def __init__(self, kind: Kind, env: Mapping[str, str], scratch: Path, shared: Path, log: IO[bytes]) -> None:
+    def __init__(
+        self, kind: Kind, env: Mapping[str, str], scratch: Path, shared: Path, log: IO[bytes]
+    ) -> None:
         ours, theirs = socket.socketpair()
         arguments = [str(theirs.fileno()), str(scratch), ",".join(kind.preload), kind.prepare, str(shared)]
         self.kind = kind
@@ -97,7 +100,9 @@ class Launcher:
     caller: the environment to start from; behaviour flags in it do not reach a cell.
     """
 
-    def __init__(self, folder: Path, isolation: str = "forkserver", caller: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, folder: Path, isolation: str = "forkserver", caller: Mapping[str, str] = os.environ
+    ) -> None:
         self._folder = folder
         self._isolation = isolation
         self._caller = caller
@@ -228,10 +233,8 @@ class Launcher:
 
 
 def _try_send(server: _Server, message: Start | Kill) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it is dead: `wait` sees the end of file and reports its cells
         server.line.send(message)
-    except OSError:
-        pass  # it is dead: `wait` sees the end of file and reports its cells
 
 
 def _kill_server(server: _Server) -> None:

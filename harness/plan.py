@@ -16,7 +16,9 @@ _LISTED = 500
 def show(suite: Suite, console: Console, list_cells: bool = True) -> None:
     """Print the plan; of a suite with very many cells, the first ones."""
     axes = varying(suite.cells)
-    console.print(f"[bold]{suite.file.title}[/bold]  ({suite.name}: probe {suite.probe.name}, {suite.file.device})")
+    console.print(
+        f"[bold]{suite.file.title}[/bold]  ({suite.name}: probe {suite.probe.name}, {suite.file.device})"
+    )
     fixed = {k: v for k, v in suite.cells[0].axes.items() if k not in axes} if suite.cells else {}
     console.print(f"the same in every cell: {short_name(fixed, ())}", style="dim", soft_wrap=True)
     total = 0.0
@@ -33,7 +35,9 @@ def show(suite: Suite, console: Console, list_cells: bool = True) -> None:
     if list_cells and listed < runnable:
         console.print(f"  … and {runnable - listed:,} more")
     for reason, count in skips.most_common():
-        console.print(f"  skipped, {count} {'cell' if count == 1 else 'cells'}: {reason}", style="dim", soft_wrap=True)
+        console.print(
+            f"  skipped, {count} {'cell' if count == 1 else 'cells'}: {reason}", style="dim", soft_wrap=True
+        )
     for warning in suite.warnings:
         console.print(f"note: {warning}", style="yellow", soft_wrap=True)
     console.print(f"{runnable:,} cells to run, {skips.total():,} skipped; about {duration(total)}")

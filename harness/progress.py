@@ -20,7 +20,12 @@ class Watch:
     """Progress of one run. A context manager; plain lines when the output is not a terminal."""
 
     def __init__(
-        self, console: Console, cells: int, done: int, varying: tuple[str, ...], estimate_s: Callable[[Cell], float]
+        self,
+        console: Console,
+        cells: int,
+        done: int,
+        varying: tuple[str, ...],
+        estimate_s: Callable[[Cell], float],
     ) -> None:
         self._console = console
         self._total = cells
@@ -30,7 +35,9 @@ class Watch:
         self._left_s = 0.0
         self._spent_s = self._guessed_s = 0.0
         self._running: dict[str, tuple[Cell, float]] = {}
-        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        )
 
     def __enter__(self) -> Watch:
         if self._live:

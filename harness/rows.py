@@ -221,7 +221,10 @@ def _strict(value: object, path: str, nulls: dict[str, str]) -> object:
         case str():
             return value.encode("utf-8", "backslashreplace").decode()
         case dict():
-            return {_strict(k, path, nulls): _strict(v, f"{path}.{k}".lstrip("."), nulls) for k, v in value.items()}
+            return {
+                _strict(k, path, nulls): _strict(v, f"{path}.{k}".lstrip("."), nulls)
+                for k, v in value.items()
+            }
         case list() | tuple():
             return [_strict(v, f"{path}[{i}]", nulls) for i, v in enumerate(value)]
     return value

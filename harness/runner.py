@@ -243,7 +243,12 @@ class Runner:
             env=self._plan.suite.file.env,
         )
         self._write(
-            running.cell, result, isolation, running.started_at, time.monotonic() - running.asked_at, _log(running)
+            running.cell,
+            result,
+            isolation,
+            running.started_at,
+            time.monotonic() - running.asked_at,
+            _log(running),
         )
         _discard(running)
 

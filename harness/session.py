@@ -54,7 +54,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 def execute(suite: Suite, options: Options, console: Console) -> Outcome:
     """Run every cell of the suite that has no valid row yet. Raises HarnessError for wrong input."""
-    path = options.out or LOCAL / (suite.name + (f".{options.shard.replace('/', '-of-')}" if options.shard else ""))
+    path = options.out or LOCAL / (
+        suite.name + (f".{options.shard.replace('/', '-of-')}" if options.shard else "")
+    )
     if options.fresh:
         _set_aside(path, console)
     with Folder(path) as folder:
@@ -84,7 +86,9 @@ def _run(
     suite = plan.suite
     folder.write_run(run)
     if done:
-        console.print(f"resuming {folder.path}: {len(done)} of {len(suite.cells)} cells have their row already")
+        console.print(
+            f"resuming {folder.path}: {len(done)} of {len(suite.cells)} cells have their row already"
+        )
     tally = _Tally(done)
     launcher = Launcher(folder.path, options.isolation)
     interrupted = False
@@ -203,10 +207,14 @@ def _devices(device: Device, selection: str | None) -> tuple[tuple[str, ...], st
 
 
 def _set_aside(path: Path, console: Console) -> None:
-    if path.exists():
+    if not path.exists():
+        return
+    with Folder(path):  # raises when the run is in use
         target = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+        while target.exists():
+            target = target.with_name(f"{target.name}+")
         path.rename(target)
-        console.print(f"the earlier run is kept in {target}")
+    console.print(f"the earlier run is kept in {target}")
 
 
 def _now() -> str:

@@ -1,13 +1,14 @@
 """A run's folder: lock, run.json, one file per row, and what is set aside.
 
-    run.json       what was run, when, with which command, in which environments
-    rows/          <cell hash>.r<replicate>.json, each written whole or not at all
-    logs/          output of cells that printed something
-    set-aside/     files in rows/ that are no rows of this schema: kept, named, not read
+run.json       what was run, when, with which command, in which environments
+rows/          <cell hash>.r<replicate>.json, each written whole or not at all
+logs/          output of cells that printed something
+set-aside/     files in rows/ that are no rows of this schema: kept, named, not read
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -57,23 +58,35 @@ class Folder:
         try:
             for folder in (self.path, self.rows, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise HarnessError(f"{self.path}: cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = os.pread(self._lock, 64, 0).decode(errors="replace").strip()
-            os.close(self._lock)
-            raise HarnessError(
-                f"{self.path}: this run is in use by process {owner or '?'}; wait for it, or choose another --out"
-            ) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        self._lock = self._take_lock()
         return self
 
+    def _take_lock(self) -> int:
+        path = self.path / "lock"
+        while True:
+            try:
+                lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise HarnessError(f"{self.path}: cannot be written: {error.strerror}") from error
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                owner = os.pread(lock, 64, 0).decode(errors="replace").strip()
+                os.close(lock)
+                raise HarnessError(
+                    f"{self.path}: this run is in use by process {owner or '?'}; wait for it, or choose another --out"
+                ) from error
+            if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                return lock
+            os.close(lock)  # its owner removed the file between our open and our lock
+
     def __exit__(self, *_: object) -> None:
-        (self.path / "lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.path / "lock").unlink()
         os.close(self._lock)
 
     def read_run(self) -> RunFile | None:

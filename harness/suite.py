@@ -125,7 +125,7 @@ def only(suite: Suite, filters: list[str]) -> Suite:
         axis, _, values = item.partition("=")
         if not values:
             raise HarnessError(f"--only {item}: write it as axis=value or axis=value,value")
-        known = [name for name in suite.cells[0].axes] if suite.cells else []
+        known = list(suite.cells[0].axes) if suite.cells else []
         if axis not in known:
             raise unknown("axis", axis, known, f"--only {item}")
         present = {_word(cell.axes[axis]) for cell in suite.cells}
@@ -212,7 +212,9 @@ class _Rules:
     """Skips and expectations of a suite, checked once, then applied to many cells."""
 
     def __init__(self, file: SuiteFile, probe: Probe, place: str) -> None:
-        self._skips = [(_alternatives(r.when, probe, f"{place}: skip[{i}].when"), r) for i, r in enumerate(file.skip)]
+        self._skips = [
+            (_alternatives(r.when, probe, f"{place}: skip[{i}].when"), r) for i, r in enumerate(file.skip)
+        ]
         self._expects = [
             (_alternatives(r.when, probe, f"{place}: expect[{i}].when"), r) for i, r in enumerate(file.expect)
         ]
@@ -236,7 +238,9 @@ class _Rules:
         return ("ok",), ("ok", "caveat")
 
     def unused(self) -> list[str]:
-        names = [f"skip[{i}]" for i in range(len(self._skips))] + [f"expect[{i}]" for i in range(len(self._expects))]
+        names = [f"skip[{i}]" for i in range(len(self._skips))] + [
+            f"expect[{i}]" for i in range(len(self._expects))
+        ]
         return [name for name in names if name not in self._used]
 
 

@@ -64,7 +64,9 @@ def no_leftovers() -> object:
     yield
     left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and _is_ours(p)]
     assert not left, left
-    assert not [name for name in set(os.listdir("/dev/shm")) - shm if name.startswith(("psm_", "torch_", "sem."))]
+    assert not [
+        name for name in set(os.listdir("/dev/shm")) - shm if name.startswith(("psm_", "torch_", "sem."))
+    ]
 
 
 def _is_ours(process: psutil.Process) -> bool:

@@ -54,7 +54,11 @@ def test_every_fault_is_one_row_with_the_right_status_and_nothing_is_left(drill:
     assert max(p.stat().st_size for p in (drill.folder / "logs").iterdir()) <= 1 << 20
     assert drill.row(fault="daemon").isolation.killed_strays == 1
     assert drill.row(fault="segv-before").log_tail[-1] == "about to read address 0"
-    assert drill.row(fault="nan").nulls == {"loss[1]": "NaN", "loss[2]": "infinity", "facts.worst": "-infinity"}
+    assert drill.row(fault="nan").nulls == {
+        "loss[1]": "NaN",
+        "loss[2]": "infinity",
+        "facts.worst": "-infinity",
+    }
     assert drill.row(fault="sleep").wall_s == pytest.approx(2, abs=0.5)
     assert drill.row(fault="print").wall_s == pytest.approx(2, abs=0.5)
 

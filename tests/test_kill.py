@@ -72,9 +72,11 @@ def test_a_runner_killed_at_50_random_moments_and_resumed_has_every_row_once(tmp
         _wait_until_gone(tmp_path)
         rows = tmp_path / "run" / "rows"
         now = {p.name: p.stat().st_ino for p in rows.glob("*.json")} if rows.exists() else {}
-        assert all(now.get(name) == inode for name, inode in inodes.items()), "a finished row was written again"
+        assert all(now.get(name) == inode for name, inode in inodes.items()), (
+            "a finished row was written again"
+        )
         inodes = now
-    assert 0 < len(inodes)
+    assert len(inodes) > 0
     last = _start(tmp_path, toml)
     text, _ = last.communicate(timeout=120)
     assert last.returncode == 0, text
@@ -115,7 +117,10 @@ def test_a_running_cell_dies_with_a_killed_server_and_becomes_a_crashed_row(tmp_
     assert runner.returncode == 1, text
     _, alive = psutil.wait_procs([cell], timeout=5)
     assert not alive
-    assert {(r.axes["do"], r.status) for r in rows_of(tmp_path / "run")} == {("sleep", "crashed"), ("nothing", "ok")}
+    assert {(r.axes["do"], r.status) for r in rows_of(tmp_path / "run")} == {
+        ("sleep", "crashed"),
+        ("nothing", "ok"),
+    }
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
