@@ -74,7 +74,7 @@ def checkout(tmp_path: Path) -> Path:
         path = ROOT / name
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / name)
     fake = tmp_path / "python"
-    fake.write_text(f"""#!/bin/sh
+    fake.write_text("""#!/bin/sh
 case "$*" in
   "-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python; echo venv >> calls ;;
   "-m pip --version") [ -x .venv/bin/python ] ;;
