@@ -19,7 +19,7 @@ AxisValue = str | int | float | bool
 class Axes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of a probe's axes: one field per axis, typed by a `Literal` or a constrained scalar.
 
-    Subclass it with `kw_only=True`. Fields without a default must be given by the suite. A rule between axes goes into the probe's
+    Subclass it with `frozen=True, kw_only=True`. Fields without a default must be given by the suite. A rule between axes goes into the probe's
     `skip`, which answers with a reason, not into `__post_init__`.
     """
 

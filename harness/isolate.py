@@ -104,7 +104,7 @@ class Launcher:
         self, folder: Path, isolation: str = "forkserver", caller: Mapping[str, str] = os.environ
     ) -> None:
         self._folder = folder
-        self._isolation = isolation
+        self.isolation = isolation
         self._caller = caller
         self._servers: dict[Kind, _Server] = {}
         self._selector = selectors.DefaultSelector()
@@ -127,7 +127,7 @@ class Launcher:
 
         A reason asks for a cold process whatever the isolation, and ends up in the row.
         """
-        cold = bool(cold_reason) or self._isolation == "spawn"
+        cold = bool(cold_reason) or self.isolation == "spawn"
         server = self._server(Kind(env=kind.env) if cold else kind)
         if cold:
             task = msgspec.structs.replace(task, check_fresh=False)

@@ -8,6 +8,7 @@ be None. Sizes are bytes, times are seconds, unless the name says otherwise.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of everything that is stored in a row."""
 
 
-class Memory(Record, kw_only=True):
+class Memory(Record, frozen=True, kw_only=True):
     """Peaks of the device allocator (CUDA) and of the process (CPU: resident set)."""
 
     allocated_peak_bytes: int | None = None  # steady steps
@@ -35,12 +36,12 @@ class Memory(Record, kw_only=True):
     host_peak_bytes: int | None = None  # resident set of the whole process, so far
 
 
-class GraphBreak(Record, kw_only=True):
+class GraphBreak(Record, frozen=True, kw_only=True):
     reason: str
     where: str = ""  # file:line in the model's code
 
 
-class CompileReport(Record, kw_only=True):
+class CompileReport(Record, frozen=True, kw_only=True):
     """What the compiler did, and what it did not do in silence."""
 
     asked: str
@@ -53,7 +54,7 @@ class CompileReport(Record, kw_only=True):
     fallbacks: tuple[str, ...] = ()  # graphs or frames that ran eagerly after all, with the reason
 
 
-class AttentionReport(Record, kw_only=True):
+class AttentionReport(Record, frozen=True, kw_only=True):
     """The kernel that ran, from the profiler and not from the request."""
 
     asked: str
@@ -63,7 +64,7 @@ class AttentionReport(Record, kw_only=True):
     source: str = ""  # where the evidence comes from, e.g. "profiler: CUDA kernels"
 
 
-class TensorError(Record, kw_only=True):
+class TensorError(Record, frozen=True, kw_only=True):
     """One tensor of the candidate against the reference; errors are RMS(diff) / RMS(reference)."""
 
     name: str
@@ -74,7 +75,7 @@ class TensorError(Record, kw_only=True):
     problem: str = ""  # shape, dtype or non-finite disagreement, in words
 
 
-class Parity(Record, kw_only=True):
+class Parity(Record, frozen=True, kw_only=True):
     verdict: Verdict
     reason: str
     reference: str = ""  # e.g. "float64, eager, math attention"
@@ -86,7 +87,7 @@ class Parity(Record, kw_only=True):
     worst: tuple[TensorError, ...] = ()  # the five worst, largest error over bar first
 
 
-class DeviceState(Record, kw_only=True):
+class DeviceState(Record, frozen=True, kw_only=True):
     """NVML, before and after the timed steps."""
 
     sm_clock_mhz: int | None = None
@@ -98,13 +99,13 @@ class DeviceState(Record, kw_only=True):
     foreign_processes: tuple[str, ...] = ()  # "pid name bytes" of others on the same GPU
 
 
-class Collective(Record, kw_only=True):
+class Collective(Record, frozen=True, kw_only=True):
     calls: int
     bytes_sent: int
     seconds: Number = None
 
 
-class Result(Record, kw_only=True):
+class Result(Record, frozen=True, kw_only=True):
     """What a cell's process found. The harness adds who, where and how to make a `Row` of it."""
 
     status: Status = "ok"
@@ -134,7 +135,7 @@ class Result(Record, kw_only=True):
             raise ValueError(f"status {self.status!r} with reason {self.reason!r}")
 
 
-class Isolation(Record, kw_only=True):
+class Isolation(Record, frozen=True, kw_only=True):
     """How the cell was kept apart, and what was seen of it from outside."""
 
     method: Literal["forkserver", "spawn", "none"] = "none"  # none: skipped, no process
@@ -149,7 +150,7 @@ class Isolation(Record, kw_only=True):
     env: dict[str, str] = {}  # behaviour flags the suite named
 
 
-class Row(Result, kw_only=True):
+class Row(Result, frozen=True, kw_only=True):
     """One cell, run once; exactly one row for every (cell, replicate), whatever happened."""
 
     schema: int = SCHEMA
@@ -158,7 +159,7 @@ class Row(Result, kw_only=True):
     cell: str  # hash of what decides the measurement
     replicate: int = 0
     device: str
-    axes: dict[str, Fact]
+    axes: Mapping[str, Fact]
     measure: dict[str, Fact] = {}
     seed: int = 0
     expected: bool = True  # status and verdict are among those the suite expects
@@ -179,6 +180,7 @@ def encode(record: Record) -> bytes:
     plain = msgspec.to_builtins(record)
     nulls: dict[str, str] = {}
     plain = _strict(plain, "", nulls)
+    assert isinstance(plain, dict)
     if nulls:
         plain["nulls"] = {**plain.get("nulls", {}), **nulls}
     return msgspec.json.encode(plain)

@@ -195,8 +195,9 @@ class Runner:
             running.launched = event
             running.deadline = time.monotonic() + running.task.measure.timeout_s
         elif isinstance(event, Lost):
-            status = "timeout" if running.signals else "crashed"
-            self._finish(running, Result(status=status, reason=event.reason), None)
+            self._finish(
+                running, Result(status="timeout" if running.signals else "crashed", reason=event.reason), None
+            )
         elif event.exit == _STALE and not running.signals:
             why = (outcome.log_tail(_log(running)) or ("the fork was not fresh",))[-1]
             self._launcher.start(running.task, self._kind, why)

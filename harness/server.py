@@ -107,12 +107,12 @@ class _Server:
 
     def serve(self) -> None:
         while True:
-            readable, _, _ = select.select([self._line, self._wake], [], [])
+            readable = select.select([self._line.fileno(), self._wake], [], [])[0]
             if self._wake in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake, 4096)
                 self._reap()
-            if self._line in readable:
+            if self._line.fileno() in readable:
                 for request in self._line.requests():
                     self._obey(request)
 

@@ -34,18 +34,18 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pass
 
 
-class SkipRule(_Strict, kw_only=True):
+class SkipRule(_Strict, frozen=True, kw_only=True):
     when: When
     reason: str
 
 
-class ExpectRule(_Strict, kw_only=True):
+class ExpectRule(_Strict, frozen=True, kw_only=True):
     when: When
     status: tuple[Status, ...] = ("ok",)
     verdict: tuple[Verdict, ...] = ("ok", "caveat")
 
 
-class SuiteFile(_Strict, kw_only=True):
+class SuiteFile(_Strict, frozen=True, kw_only=True):
     """The file as written."""
 
     schema: Literal[1]

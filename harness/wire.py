@@ -14,21 +14,21 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="say", tag=l
     pass
 
 
-class Start(_Message, kw_only=True):
+class Start(_Message, frozen=True, kw_only=True):
     """Runner: run this cell, as a fork of the server or in a cold process."""
 
     task: Task
     cold: bool = False
 
 
-class Kill(_Message, kw_only=True):
+class Kill(_Message, frozen=True, kw_only=True):
     """Runner: send the signal to the cell's whole process group, if the cell still runs."""
 
     id: str
     signal: int
 
 
-class Ready(_Message, kw_only=True):
+class Ready(_Message, frozen=True, kw_only=True):
     """Server: preloaded. `poisoned` says why a fork of this server could not be fresh, or is empty."""
 
     pid: int
@@ -39,12 +39,12 @@ class Ready(_Message, kw_only=True):
     seconds: float = 0.0
 
 
-class Started(_Message, kw_only=True):
+class Started(_Message, frozen=True, kw_only=True):
     id: str
     pid: int
 
 
-class Ended(_Message, kw_only=True):
+class Ended(_Message, frozen=True, kw_only=True):
     """Server: the cell is reaped, and no process of it is left."""
 
     id: str
