@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 import msgspec
 
@@ -52,7 +52,7 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     pid: int
-    method: str  # "forkserver" or "spawn"
+    method: Literal["forkserver", "spawn"]
     reason: str = ""  # why not the method asked for
 
 

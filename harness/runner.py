@@ -112,7 +112,7 @@ class Runner:
             cell = self._pending[0]
             if why := self._why_not(cell):
                 self._pending.popleft()
-                self._write(cell, Result(status="skipped", reason=why), Isolation(), "", None)
+                self._write(cell, Result(status="skipped", reason=why), Isolation())
             elif self._fits(cell):
                 self._pending.popleft()
                 self._start(cell)
@@ -230,9 +230,12 @@ class Runner:
     def _finish(self, running: _Running, result: Result, ended: Ended | None) -> None:
         del self._running[running.task.id]
         self._free += running.devices
+        if ended and result.memory.host_peak_bytes is None:
+            memory = msgspec.structs.replace(result.memory, host_peak_bytes=ended.max_rss_bytes)
+            result = msgspec.structs.replace(result, memory=memory)
         launched = running.launched
         isolation = Isolation(
-            method=launched.method if launched else "none",  # type: ignore[arg-type]
+            method=launched.method if launched else "none",
             reason=launched.reason if launched else "",
             cache=running.task.measure.cache,
             pid=launched.pid if launched else None,
@@ -243,14 +246,8 @@ class Runner:
             devices=running.devices,
             env=self._plan.suite.file.env,
         )
-        self._write(
-            running.cell,
-            result,
-            isolation,
-            running.started_at,
-            time.monotonic() - running.asked_at,
-            _log(running),
-        )
+        wall_s = time.monotonic() - running.asked_at
+        self._write(running.cell, result, isolation, running.started_at, wall_s, _log(running))
         _discard(running)
 
     def _write(
@@ -258,13 +255,10 @@ class Runner:
         cell: Cell,
         result: Result,
         isolation: Isolation,
-        started_at: str,
-        wall_s: float | None,
+        started_at: str = "",
+        wall_s: float | None = None,
         log: Path | None = None,
     ) -> None:
-        expected = result.status in (*cell.expect_status, "skipped") and (
-            result.verdict is None or result.verdict in cell.expect_verdict
-        )
         plan = self._plan
         row = Row(
             **msgspec.structs.asdict(result),
@@ -276,7 +270,7 @@ class Runner:
             axes=cell.axes,
             measure=msgspec.to_builtins(plan.suite.file.measure),
             seed=plan.suite.file.seed + cell.replicate,
-            expected=expected,
+            expected=_expected(cell, result),
             environment=plan.environment,
             fingerprint=plan.fingerprint,
             started_at=started_at,
@@ -286,6 +280,11 @@ class Runner:
         )
         self._folder.write(row)
         self._progress.ended(cell, row)
+
+
+def _expected(cell: Cell, result: Result) -> bool:
+    verdict_fits = result.verdict is None or result.verdict in cell.expect_verdict
+    return result.status in (*cell.expect_status, "skipped") and verdict_fits
 
 
 def _log(running: _Running) -> Path:

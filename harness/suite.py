@@ -8,60 +8,18 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from harness.cells import Axes, AxisValue, Cell, Device, Measure, Probe, ProbeTable
+from harness.cells import Axes, AxisValue, Cell, Device, Probe, ProbeTable
 from harness.errors import HarnessError, unknown
-from harness.rows import Status, Verdict
+from harness.suite_file import SuiteFile, When, first_lower, read
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-SCHEMA = 1
 SUITES = Path(__file__).resolve().parent.parent / "suites"
-When = dict[str, AxisValue | list[AxisValue]]
-
-
-class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class SkipRule(_Strict, frozen=True, kw_only=True):
-    when: When
-    reason: str
-
-
-class ExpectRule(_Strict, frozen=True, kw_only=True):
-    when: When
-    status: tuple[Status, ...] = ("ok",)
-    verdict: tuple[Verdict, ...] = ("ok", "caveat")
-
-
-class SuiteFile(_Strict, frozen=True, kw_only=True):
-    """The file as written."""
-
-    schema: Literal[1]
-    title: str
-    probe: str
-    device: Device
-    seed: int = 0
-    replicates: int = 1
-    measure: Measure = Measure()
-    baseline: dict[str, AxisValue] = {}
-    env: dict[str, str] = {}
-    fixed: dict[str, AxisValue] = {}
-    axes: dict[str, list[AxisValue]] = {}
-    skip: list[SkipRule] = []
-    include: list[dict[str, AxisValue]] = []
-    expect: list[ExpectRule] = []
 
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,15 +60,7 @@ def load(path: Path, table: ProbeTable, device: Device | None = None) -> Suite:
 
 def parse(text: str, place: str, table: ProbeTable, device: Device | None = None) -> Suite:
     """As `load`, from the text itself; `place` names it in messages."""
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise HarnessError(f"{place}: not TOML: {error}") from error
-    if raw.get("schema") != SCHEMA:
-        raise HarnessError(f"{place}: schema is {raw.get('schema')!r}; this program reads schema {SCHEMA}")
-    file = _convert(raw, SuiteFile, place)
-    if file.replicates < 1:
-        raise HarnessError(f"{place}: replicates is {file.replicates}; the least allowed is 1")
+    file = read(text, place)
     if file.probe not in table:
         raise unknown("probe", file.probe, table, f"{place}: probe")
     if device:
@@ -219,9 +169,6 @@ class _Rules:
             (_alternatives(r.when, probe, f"{place}: expect[{i}].when"), r) for i, r in enumerate(file.expect)
         ]
         self._used: set[str] = set()
-        for i, rule in enumerate(file.skip):
-            if not rule.reason.strip():
-                raise HarnessError(f"{place}: skip[{i}].reason: is empty; say why")
 
     def skip(self, axes: dict[str, AxisValue]) -> str:
         for i, (when, rule) in enumerate(self._skips):
@@ -283,48 +230,11 @@ def _axis_value(axis: str, value: AxisValue, probe: Probe, place: str) -> AxisVa
         allowed = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
         if allowed:
             raise unknown("value", value, allowed, place) from error
-        raise HarnessError(f"{place}: {value!r}: {_first_lower(str(error))}") from error
+        raise HarnessError(f"{place}: {value!r}: {first_lower(str(error))}") from error
 
 
 def _typed(point: dict[str, AxisValue], probe: Probe, place: str) -> Axes:
     try:
         return msgspec.convert(point, probe.axes)
     except msgspec.ValidationError as error:
-        raise HarnessError(f"{place}: {_first_lower(str(error))}\n  in {point}") from error
-
-
-def _first_lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-def _convert(raw: dict[str, Any], kind: type[SuiteFile], place: str) -> SuiteFile:
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise _explained(str(error), raw, place) from error
-
-
-_STRUCTS = {"": SuiteFile, "measure": Measure, "skip": SkipRule, "expect": ExpectRule}
-_CLOSED = {
-    "device": typing.get_args(Device),
-    "expect.status": typing.get_args(Status),
-    "expect.verdict": typing.get_args(Verdict),
-    "measure.cache": ("cold", "warm", "shared"),
-}
-
-
-def _explained(message: str, raw: dict[str, Any], place: str) -> HarnessError:
-    """msgspec's message, with the path in our words, the nearest valid word and what is allowed."""
-    at = re.search(r" - at `\$\.?([^`]*)`$", message)
-    path = at[1] if at else ""
-    struct = _STRUCTS.get(re.sub(r"\[.*", "", path.split(".")[0]))
-    found = re.search(r"unknown field `([^`]*)`", message)
-    if found and struct:
-        where = f"{place}: {path}" if path else place
-        return unknown("key", found[1], struct.__struct_fields__, where)
-    closed = _CLOSED.get(re.sub(r"\[[^]]*\]", "", path))
-    if closed and "enum value" in message:
-        value = re.search(r"enum value '?([^']*?)'?(?: - |$)", message)
-        return unknown("value", value[1] if value else "?", closed, f"{place}: {path}")
-    text = _first_lower(message.split(" - at ")[0])
-    return HarnessError(f"{place}: {path or 'top level'}: {text}")
+        raise HarnessError(f"{place}: {first_lower(str(error))}\n  in {point}") from error
