@@ -12,7 +12,6 @@ import sysconfig
 from pathlib import Path
 
 from harness.hardware import Capability, Inventory
-from harness.setup_check import COMPILERS
 from probes.doctor import installed
 from probes.doctor.report import Line, Mark
 
@@ -113,7 +112,7 @@ def _cxx() -> Line:
     path = shutil.which(named[0] if named else "g++")
     if path is not None:
         return _compiler("C++ compiler", path, "named by CXX" if named else "")
-    other = next((name for name in COMPILERS if shutil.which(name)), None)
+    other = next((name for name in ("clang++", "c++") if shutil.which(name)), None)
     if other is not None and not named:
         reason = f"Inductor looks for g++ unless CXX names another: export CXX={other}"
     else:
