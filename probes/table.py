@@ -20,7 +20,9 @@ def table() -> dict[str, Probe]:
     for point in importlib.metadata.entry_points(group="harness.probes"):
         probe = _load(point)
         if probe.name in probes:
-            raise HarnessError(f"entry point {point.name!r} ({point.value}): a probe {probe.name!r} exists already")
+            raise HarnessError(
+                f"entry point {point.name!r} ({point.value}): a probe {probe.name!r} exists already"
+            )
         probes[probe.name] = probe
     return probes
 
@@ -29,7 +31,11 @@ def _load(point: importlib.metadata.EntryPoint) -> Probe:
     try:
         probe = point.load()
     except Exception as error:  # whatever a foreign package raises on import
-        raise HarnessError(f"entry point {point.name!r} ({point.value}): {type(error).__name__}: {error}") from error
+        raise HarnessError(
+            f"entry point {point.name!r} ({point.value}): {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(probe, Probe):
-        raise HarnessError(f"entry point {point.name!r} ({point.value}): is a {type(probe).__name__}, not a Probe")
+        raise HarnessError(
+            f"entry point {point.name!r} ({point.value}): is a {type(probe).__name__}, not a Probe"
+        )
     return probe

@@ -12,7 +12,7 @@ from harness.cells import Axes, Probe, Task
 from harness.rows import Result
 
 
-class SampleAxes(Axes, kw_only=True):
+class SampleAxes(Axes, frozen=True, kw_only=True):
     do: Literal["nothing", "env", "sleep", "stale", "random", "caches"] = "nothing"
     n: int = 0
     s: float = 0.0

@@ -16,7 +16,7 @@ from harness.errors import HarnessError
 from tests.conftest import ROOT
 
 
-class A(Axes, kw_only=True):
+class A(Axes, frozen=True, kw_only=True):
     compile: Literal["none", "layers", "model"] = "none"
     seq: int
     x: int = 0

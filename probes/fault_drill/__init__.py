@@ -29,7 +29,7 @@ Fault = Literal[
 ]
 
 
-class FaultAxes(Axes, kw_only=True):
+class FaultAxes(Axes, frozen=True, kw_only=True):
     """One fault; `n` multiplies cells."""
 
     fault: Fault
