@@ -138,23 +138,27 @@ def driver_problem(card: Card, found: Inventory, wheel: WheelSet) -> str:
     return ""
 
 
+def dropped(card: Card, found: Inventory) -> bool:
+    """A Volta card under a driver of a branch that no longer serves it."""
+    return card.capability == VOLTA and (driver_branch(found.driver) or 0) > LAST_VOLTA_BRANCH
+
+
+def hidden(card: Card, found: Inventory) -> bool:
+    """On the bus and not in the list of a driver that should serve it: a container shows all of the bus."""
+    return card.driver is None and found.driver is not None and not dropped(card, found)
+
+
 def _no_driver(card: Card, found: Inventory, wheel: WheelSet) -> str:
     name = "a V100" if card.capability == VOLTA else card.name
-    branch = driver_branch(found.driver)
-    if card.capability == VOLTA and branch is not None and branch > LAST_VOLTA_BRANCH:
-        return (
-            f"{name} is here but driver {found.driver} does not serve it: install the {LAST_VOLTA_BRANCH} branch "
-            "(newer branches drop Volta)"
-        )
-    if found.driver is not None:
-        return (
-            f"{name} at {card.pci_address} is not in the driver's list: hidden from this container, or broken"
-        )
-    why = f" ({found.no_driver})" if found.no_driver else ""
+    if hidden(card, found):
+        return f"{name} is on the PCI bus but not in the driver's list: hidden from this container, or broken"
     if card.capability == VOLTA:
         fix = f"install the {LAST_VOLTA_BRANCH} branch (newer branches drop Volta)"
     else:
         fix = f"install branch {wheel.own_driver} or newer"
+    if found.driver is not None:
+        return f"{name} is here but driver {found.driver} does not serve it: {fix}"
+    why = f" ({found.no_driver})" if found.no_driver else ""
     return f"{name} is here but no driver serves it{why}: {fix}"
 
 

@@ -137,6 +137,12 @@ def test_a_v100_without_a_driver_is_told_the_branch(tmp_path: Path, monkeypatch:
     assert "install the 580 branch" in driver.lines(found, FakeNvml(init="Library Not Found"))[0].reason
 
 
+def test_cards_that_a_container_hides_are_one_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fake.machine(tmp_path, *[fake.H200] * 8, smi=fake.says(H200_LINE))
+    _torch(monkeypatch, "2.13.0+cu130", "13.0", FLAGS_213, 1)
+    assert [line.mark for line in wheel.lines(found)] == ["ok", "note", "ok", "note"]
+
+
 def test_a_missing_torch_is_a_problem_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _no_torch(monkeypatch)
     report = doctor.examine(fake.machine(tmp_path, fake.V100))
@@ -184,13 +190,20 @@ def test_triton_is_plainly_fine_from_ampere_on_and_refused_below_volta() -> None
     assert compilers.triton_on((6, 0), "3.6.0").mark == "problem"
 
 
-def test_healthy_cards_in_a_ring_have_their_links_and_topology(tmp_path: Path) -> None:
+def test_equal_cards_share_a_line_and_have_their_topology(tmp_path: Path) -> None:
     nvml = FakeNvml(*v100s(4))
     lines = driver.lines(fake.machine(tmp_path), nvml)
+    assert [line.what for line in lines[:5]] == [
+        "driver",
+        "GPU 0-3",
+        "GPU 0-3 power limit",
+        "GPU 0-3 PCIe",
+        "GPU 0-3 NVLink",
+    ]
     assert _line(lines, "driver").value == "580.65.06, serves CUDA up to 13.0"
-    assert _line(lines, "GPU 0 NVLink").value == "4 of 4 links up"
-    assert _line(lines, "GPU 0 PCIe").value == "gen 1 x16 (of gen 3 x16)"
-    assert _line(lines, "GPU 0 to GPU 0…3").value.split() == ["X", "NV2", "SYS", "NV2"]
+    assert _line(lines, "GPU 0-3 NVLink").value == "4 of 4 links up"
+    assert _line(lines, "GPU 0-3 PCIe").value == "gen 1 x16 (of gen 3 x16)"
+    assert _line(lines, "GPU 0 to GPU 0-3").value.split() == ["X", "NV2", "SYS", "NV2"]
     assert _line(lines, "topology").mark == "note"
     assert nvml.closed
 
@@ -200,16 +213,18 @@ def test_a_switch_connects_every_pair(tmp_path: Path) -> None:
         FakeCard(bus_id=f"00000000:{i:02}:00.0", links=dict.fromkeys(range(6), "switch")) for i in (16, 17)
     ]
     lines = driver.lines(fake.machine(tmp_path), FakeNvml(*cards))
-    assert _line(lines, "GPU 1 to GPU 0…1").value.split() == ["NV6", "X"]
+    assert _line(lines, "GPU 1 to GPU 0-1").value.split() == ["NV6", "X"]
 
 
 def test_whatever_slows_a_card_is_noted_with_its_remedy(tmp_path: Path) -> None:
-    card = FakeCard(limit_w=163, width=4, links={0: "0000:11:00.0", 1: ""}, pids=(42,))
-    lines = driver.lines(fake.machine(tmp_path), FakeNvml(card))
-    assert _line(lines, "GPU 0").reason == "in use by 1 process (pid 42): timings will suffer"
-    assert "nvidia-smi -pl 300" in _line(lines, "GPU 0 power limit").reason
-    assert _line(lines, "GPU 0 PCIe").mark == "note"
-    assert _line(lines, "GPU 0 NVLink").reason.startswith("down: 1.")
+    slow = FakeCard(limit_w=163, width=4, links={0: "0000:11:00.0", 1: ""}, pids=(42,))
+    lines = driver.lines(fake.machine(tmp_path), FakeNvml(FakeCard(), slow, FakeCard(links={0: ""})))
+    assert _line(lines, "GPU 0,2 power limit").mark == "ok"
+    assert "nvidia-smi -pl 300" in _line(lines, "GPU 1 power limit").reason
+    assert _line(lines, "GPU 1 processes").value == "1 (pid 42)"
+    assert _line(lines, "GPU 1 PCIe").mark == "note"
+    assert _line(lines, "GPU 1 NVLink").reason.startswith("down: 1.")
+    assert _line(lines, "GPU 2 NVLink").reason == "the cards reach each other over PCIe only"
 
 
 def test_a_cgroup_limit_is_read_in_both_versions(tmp_path: Path) -> None:

@@ -60,6 +60,15 @@ def test_a_v100_that_branch_590_dropped_beside_an_h200(tmp_path: Path) -> None:
     )
 
 
+def test_cards_that_a_container_hides_are_one_warning(tmp_path: Path) -> None:
+    choice = _choice(tmp_path, *[fake.H200] * 8, smi=fake.says(_h200(3, "580.65.06")))
+    assert choice.constraints_file == DEFAULT
+    assert choice.warnings == (
+        "Hopper GH100 (10de:2335) is on the PCI bus but not in the driver's list: "
+        "hidden from this container, or broken",
+    )
+
+
 def test_a_mixed_machine_gets_the_set_that_serves_both(tmp_path: Path) -> None:
     smi = fake.says(V100_LINE, _h200(1, "580.65.06"))
     choice = _choice(tmp_path, fake.V100, fake.H200, smi=smi)

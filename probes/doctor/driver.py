@@ -6,9 +6,12 @@ Every query is answered on its own: a card that does not know NVLink still has i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import TypeVar
+
+import msgspec
 
 from harness.hardware import Inventory
 from harness.wheels import choose
@@ -34,12 +37,35 @@ def lines(found: Inventory, nvml: ModuleType | None = None) -> list[Line]:
         return [_no_driver(found, str(error))]
     try:
         handles = [module.nvmlDeviceGetHandleByIndex(i) for i in range(module.nvmlDeviceGetCount())]
-        rows = [_driver(module)]
-        for index, handle in enumerate(handles):
-            rows += _card(module, index, handle)
+        rows = [_driver(module), *_merged([_card(module, handle) for handle in handles])]
         return rows + (_topology(module, handles) if len(handles) > 1 else [])
     finally:
         module.nvmlShutdown()
+
+
+def _merged(cards: list[list[Line]]) -> list[Line]:
+    """Cards that answer alike share a line: `GPU 0-7 power limit`."""
+    alike: dict[Line, list[int]] = {}
+    for index, answers in enumerate(cards):
+        for line in answers:
+            alike.setdefault(line, []).append(index)
+    order = list(dict.fromkeys(line.what for answers in cards for line in answers))
+    ranked = sorted(alike.items(), key=lambda item: (order.index(item[0].what), item[1]))
+    return [
+        msgspec.structs.replace(line, what=f"GPU {span(indices)} {line.what}".rstrip())
+        for line, indices in ranked
+    ]
+
+
+def span(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def _no_driver(found: Inventory, error: str) -> Line:
@@ -57,16 +83,10 @@ def _driver(nvml: ModuleType) -> Line:
     return Line(what="driver", value=value)
 
 
-def _card(nvml: ModuleType, index: int, handle: object) -> Iterator[Line]:
-    name = f"GPU {index}"
-    capability = "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(handle))
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    value = f"{nvml.nvmlDeviceGetName(handle)}, capability {capability}, {gib(memory.free)} free of {gib(memory.total)}"
-    yield from _others(nvml, name, handle, value)
-    for about in (_power, _pcie, _nvlink, _mig):
-        line = _asked(nvml, lambda about=about: about(nvml, name, handle))  # type: ignore[misc]
-        if line is not None:
-            yield line
+def _card(nvml: ModuleType, handle: object) -> list[Line]:
+    queries = (_name, _memory, _processes, _power, _pcie, _nvlink, _mig)
+    answers = [_asked(nvml, partial(query, nvml, handle)) for query in queries]
+    return [line for line in answers if line is not None]
 
 
 def _asked(nvml: ModuleType, query: Callable[[], T]) -> T | None:
@@ -77,49 +97,62 @@ def _asked(nvml: ModuleType, query: Callable[[], T]) -> T | None:
         return None
 
 
-def _others(nvml: ModuleType, name: str, handle: object, value: str) -> Iterator[Line]:
-    running = _asked(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+def _name(nvml: ModuleType, handle: object) -> Line:
+    capability = "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    total = gib(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return Line(what="", value=f"{nvml.nvmlDeviceGetName(handle)}, capability {capability}, {total}")
+
+
+def _memory(nvml: ModuleType, handle: object) -> Line | None:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    if memory.free > 0.95 * memory.total:
+        return None  # the driver itself keeps some hundred MiB
+    return Line(what="memory", value=f"{gib(memory.free)} free", mark="note", reason="the rest is in use now")
+
+
+def _processes(nvml: ModuleType, handle: object) -> Line | None:
+    running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     if not running:
-        yield Line(what=name, value=value)
-        return
+        return None
     pids = ", ".join(str(process.pid) for process in running[:4])
-    plural = "es" if len(running) > 1 else ""
-    reason = f"in use by {len(running)} process{plural} (pid {pids}): timings will suffer"
-    yield Line(what=name, value=value, mark="note", reason=reason)
+    return Line(
+        what="processes", value=f"{len(running)} (pid {pids})", mark="note", reason="timings will suffer"
+    )
 
 
-def _power(nvml: ModuleType, name: str, handle: object) -> Line:
+def _power(nvml: ModuleType, handle: object) -> Line:
     limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
     default = nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000
-    what = f"{name} power limit"
     if limit < default:
         reason = f"below the default of {default:.0f} W: slower than figures from others; nvidia-smi -pl {default:.0f}"
-        return Line(what=what, value=f"{limit:.0f} W", mark="note", reason=reason)
-    return Line(what=what, value=f"{limit:.0f} W")
+        return Line(what="power limit", value=f"{limit:.0f} W", mark="note", reason=reason)
+    return Line(what="power limit", value=f"{limit:.0f} W")
 
 
-def _pcie(nvml: ModuleType, name: str, handle: object) -> Line:
+def _pcie(nvml: ModuleType, handle: object) -> Line:
     generation, width = (
         nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle),
         nvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
     )
     best, widest = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-    what, value = f"{name} PCIe", f"gen {generation} x{width} (of gen {best} x{widest})"
+    what, value = "PCIe", f"gen {generation} x{width} (of gen {best} x{widest})"
     if width < widest:
         reason = "fewer lanes than the card and slot could: offload and gradient exchange suffer; reseat, or the board"
         return Line(what=what, value=value, mark="note", reason=reason)
     return Line(what=what, value=value, reason="an idle link slows down" if generation < best else "")
 
 
-def _nvlink(nvml: ModuleType, name: str, handle: object) -> Line | None:
+def _nvlink(nvml: ModuleType, handle: object) -> Line | None:
     states = [state for link in range(_MAX_LINKS) if (state := _link(nvml, handle, link)) is not None]
     if not states:
         return None
-    what, value = f"{name} NVLink", f"{sum(states)} of {len(states)} links up"
+    what, value = "NVLink", f"{sum(states)} of {len(states)} links up"
+    if not any(states):
+        return Line(what=what, value=value, mark="note", reason="the cards reach each other over PCIe only")
     if not all(states):
         down = ", ".join(str(link) for link, state in enumerate(states) if not state)
         reason = (
-            f"down: {down}. Unused links of a board are down too; compare the cards. NCCL before 2.12 corrupted "
+            f"down: {down}. Unused links of a board are down too; compare the cards. NCCL 2.10 corrupted "
             "data on a V100 board with one link down (nccl#596)"
         )
         return Line(what=what, value=value, mark="note", reason=reason)
@@ -131,14 +164,14 @@ def _link(nvml: ModuleType, handle: object, link: int) -> bool | None:
     return None if state is None else bool(state)
 
 
-def _mig(nvml: ModuleType, name: str, handle: object) -> Line | None:
+def _mig(nvml: ModuleType, handle: object) -> Line | None:
     current, _ = nvml.nvmlDeviceGetMigMode(handle)
     if not current:
         return None
     reason = (
         "a process sees one slice of the card, and slices cannot reach each other: no context parallelism"
     )
-    return Line(what=f"{name} MIG", value="on", mark="note", reason=reason)
+    return Line(what="MIG", value="on", mark="note", reason=reason)
 
 
 def _topology(nvml: ModuleType, handles: list[object]) -> list[Line]:
@@ -147,7 +180,10 @@ def _topology(nvml: ModuleType, handles: list[object]) -> list[Line]:
     for i, one in enumerate(handles):
         cells = ["X" if i == j else _between(nvml, one, other) for j, other in enumerate(handles)]
         rows.append(
-            Line(what=f"GPU {i} to GPU 0…{len(handles) - 1}", value=" ".join(f"{c:>4}" for c in cells))
+            Line(
+                what=f"GPU {i} to GPU {span(list(range(len(handles))))}",
+                value=" ".join(f"{c:>4}" for c in cells),
+            )
         )
     if any("SYS" in row.value for row in rows):
         reason = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from harness.hardware import Capability, Card, Inventory
-from harness.wheels import DEFAULT, choose, has_kernels
+from harness.wheels import DEFAULT, SETS, WheelSet, choose, driver_problem, has_kernels, hidden
 from probes.doctor import installed
 from probes.doctor.report import Line, Mark
 
@@ -14,7 +14,7 @@ TITLE = "torch and the cards"
 
 def lines(found: Inventory) -> list[Line]:
     """One line per card, then what torch itself sees, then the set that fits."""
-    rows = [_for_card(card, found) for card in found.cards]
+    rows = dict.fromkeys(_for_card(card, found) for card in found.cards)  # equal cards share a line
     return [*rows, _torch_sees(found), _set(found)]
 
 
@@ -53,7 +53,8 @@ def _for_card(card: Card, found: Inventory) -> Line:
         why = f"torch {torch.__version__} has {' '.join(arch_flags())}; {remedy}"
         return Line(what=what, value="no kernels", mark=_severity(card, found), reason=why)
     if card.driver is None:
-        return Line(what=what, value=how, mark="problem", reason=_not_served(card, found))
+        mark: Mark = "note" if hidden(card, found) else "problem"
+        return Line(what=what, value=how, mark=mark, reason=driver_problem(card, found, _chosen(found)))
     slow = "no kernels of its own: the driver compiles PTX on first use" if how == "PTX" else ""
     return Line(what=what, value=how, mark="note" if slow else "ok", reason=slow)
 
@@ -66,9 +67,9 @@ def _severity(card: Card, found: Inventory) -> Mark:
     return "note" if computing and older and (card.capability or (0, 0)) < (7, 0) else "problem"
 
 
-def _not_served(card: Card, found: Inventory) -> str:
-    about = [text for text in choose(found).warnings if "driver" in text]
-    return about[0] if about else card.unknown.get("driver", "no driver serves it")
+def _chosen(found: Inventory) -> WheelSet:
+    name = choose(found).constraints_file
+    return next(one for one in SETS if one.constraints_file == name)
 
 
 def _remedy(found: Inventory) -> str:
@@ -85,7 +86,7 @@ def _torch_sees(found: Inventory) -> Line:
     served = [card for card in found.cards if card.driver]
     value = f"{count} CUDA device{'s' * (count != 1)}"
     if count < len(served):
-        why = words or "CUDA_VISIBLE_DEVICES, or a container, may hide the rest"
+        why = words or "CUDA_VISIBLE_DEVICES or a container hides the rest, or this torch is a CPU build"
         mark: Mark = "problem" if count == 0 else "note"
         return Line(what="torch sees", value=f"{value} of {len(served)}", mark=mark, reason=why)
     if count == 0:
