@@ -33,7 +33,7 @@ sweep-single: $(READY) ## the one-device sweep of this machine's default suite
 	@$(HARNESS) run single $(ARGS)
 
 quick: $(READY) ## a few cells in a few minutes
-	@$(HARNESS) run quick $(ARGS)
+	@$(HARNESS) run quick --answers $(ARGS)
 
 drill: $(READY) ## cells that crash, hang and run out of memory on purpose: is each still one row?
 	@$(HARNESS) run drill $(ARGS)

@@ -62,6 +62,7 @@ def run(
     ] = "forkserver",
     folder: Annotated[Path | None, typer.Option("--out", help="The run's folder")] = None,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Render BENCH.md at the end")] = True,
+    answer: Annotated[bool, typer.Option("--answers", help="End with one sentence per question")] = False,
 ) -> None:
     """Run a suite, one isolated process per cell, one row each; go on where an earlier run stopped."""
     from harness.session import Options, execute
@@ -81,6 +82,8 @@ def run(
         out.print(f"{outcome.unexpected} of them not as the suite expects", style="red")
     if report and outcome.counts:
         _render([outcome.folder], outcome.folder, "md")
+    if answer and outcome.counts:
+        answers([outcome.folder])
     raise typer.Exit(outcome.exit_code)
 
 
