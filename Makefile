@@ -49,8 +49,8 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
-schema: $(READY) ## the JSON Schema of a row
-	@$(BIN)/python -c 'import json; from harness.rows import json_schema; print(json.dumps(json_schema(), indent=2))'
+schema: $(READY) ## results/ROW.md and row.schema.json, from the code that writes rows
+	@$(BIN)/python -m harness.row_page
 
 clean: ## remove .venv, caches and build output; measured rows stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
