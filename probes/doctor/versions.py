@@ -18,7 +18,14 @@ def lines(found: Inventory) -> list[Line]:
     oldest = min((card.capability for card in found.cards if card.capability), default=None)
     rows = [Line(what="Python", value=platform.python_version()), _torch(), _triton()]
     rows += [*_cudnn(oldest), *_nccl(oldest), _xformers()]
-    return rows + [Line(what=name, value=installed.version(name) or "not installed") for name in _PLAIN]
+    return rows + [_plain(name) for name in _PLAIN]
+
+
+def _plain(name: str) -> Line:
+    found = installed.version(name)
+    if found is None:
+        return Line(what=name, value="not installed", mark="problem", reason="run `make setup`")
+    return Line(what=name, value=found)
 
 
 def _torch() -> Line:
@@ -58,7 +65,9 @@ def _cudnn(oldest: tuple[int, int] | None) -> list[Line]:
 
 def _nccl(oldest: tuple[int, int] | None) -> list[Line]:
     torch, _ = installed.torch_or_reason()
-    if torch is None or not torch.version.cuda:
+    if torch is None:
+        return []
+    if not torch.version.cuda:
         return [Line(what="NCCL", value="none", reason="processes on a CPU talk through gloo")]
     version = ".".join(map(str, torch.cuda.nccl.version()))
     if oldest is not None and oldest < (7, 5) and installed.version("nvidia-nccl-cu13"):
