@@ -49,26 +49,29 @@ class _Contest(msgspec.Struct, frozen=True, kw_only=True):
     out: tuple[Point, ...]
 
     @property
-    def lead(self) -> float:
-        """The fastest over the next: 1.17."""
-        first, second = self.right[0].tokens_per_s, self.right[1].tokens_per_s
-        return (first or 0.0) / second if second else 0.0
-
-    @property
-    def noise(self) -> float:
-        """How large a lead must be to mean something."""
-        spreads = [point.spread for point in self.right[:2]]
-        known = [spread for spread in spreads if spread is not None]
-        floor = SURE if len(known) == 2 else SINGLE
-        inside = [
-            s for p in self.right[:2] for r in p.ok if (s := stats.relative_iqr(stats.finite(r.step_s)))
-        ]
-        return max([floor, *known, *(inside if len(known) < 2 else [])])
+    def tied(self) -> tuple[Point, ...]:
+        """The fastest, and those that are not slower by more than noise."""
+        best = self.right[0]
+        return tuple(p for p in self.right if p is best or lead(best, p) - 1 <= noise(best, p))
 
     @property
     def decided(self) -> bool:
-        """True where the fastest is faster by more than noise."""
-        return len(self.right) > 1 and self.lead - 1 > self.noise
+        """True where the fastest is faster than any other by more than noise."""
+        return len(self.right) > 1 and len(self.tied) == 1
+
+
+def lead(first: Point, second: Point) -> float:
+    """Speed of the first over the second's: 1.17."""
+    return (first.tokens_per_s or 0.0) / second.tokens_per_s if second.tokens_per_s else 0.0
+
+
+def noise(first: Point, second: Point) -> float:
+    """How large a lead must be to mean something: the spread between processes, else inside them."""
+    known = [p.spread for p in (first, second) if p.spread is not None]
+    if len(known) == 2:
+        return max(SURE, *known)
+    inside = [s for p in (first, second) for r in p.ok if (s := stats.relative_iqr(stats.finite(r.step_s)))]
+    return max([SINGLE, *known, *inside])
 
 
 def answers(runs: Sequence[Run]) -> list[Answer]:
@@ -108,19 +111,19 @@ def _which(some: Sequence[Point], axis: str, noun: str) -> Answer:
         )
     elif chosen.decided:
         sentence = (
-            f"{_value(best, axis)}: {_figures(best)}{_where(chosen, some)}, "
-            f"{ratio(chosen.lead)} {_value(chosen.right[1], axis)}, the next."
+            f"{_value(best, axis)}: {_figures(best)}{_where(chosen, some)}; "
+            f"{ratio(lead(best, chosen.right[1]))} the next, {_value(chosen.right[1], axis)}."
         )
     else:
-        names = f"{_value(best, axis)} and {_value(chosen.right[1], axis)}"
+        *others, last = (_value(p, axis) for p in chosen.tied)
         sentence = (
-            f"{names}: no difference that this run can tell apart{_where(chosen, some)}: "
-            f"{ratio(chosen.lead)}, {_noise_words(chosen)}."
+            f"{', '.join(others)} and {last}: no difference that this run can tell apart{_where(chosen, some)}: "
+            f"{ratio(lead(best, chosen.tied[-1]))}, {_noise_words(best, chosen.tied[-1])}."
         )
     return Answer(
         question="",
         sentence=one_line(sentence, 600),
-        evidence=tuple(_evidence(chosen, axis)),
+        evidence=tuple(_evidence(chosen, contests, axis)),
         reservations=tuple(_reservations(chosen, contests, axis)),
     )
 
@@ -145,9 +148,17 @@ def _contests(some: Sequence[Point], axis: str) -> list[_Contest]:
 
 def _weight(contest: _Contest) -> tuple[bool, float, int, float]:
     """Where to look first: something to compare, at the longest sequence, with the most candidates, fast."""
+    return (
+        len(contest.right) > 1,
+        _shared_seq(contest),
+        len(contest.right),
+        contest.right[0].tokens_per_s or 0.0,
+    )
+
+
+def _shared_seq(contest: _Contest) -> float:
     seq = contest.shared.get(X)
-    length = float(seq) if isinstance(seq, int | float) else 0.0
-    return (len(contest.right) > 1, length, len(contest.right), contest.right[0].tokens_per_s or 0.0)
+    return float(seq) if isinstance(seq, int | float) else 0.0
 
 
 def _cannot(some: Sequence[Point], axis: str, noun: str) -> str:
@@ -184,20 +195,24 @@ def _where(contest: _Contest, some: Sequence[Point]) -> str:
     return f" at {', '.join(words)}" if words else ""
 
 
-def _noise_words(contest: _Contest) -> str:
-    known = [p.spread for p in contest.right[:2] if p.spread is not None]
+def _noise_words(first: Point, second: Point) -> str:
+    known = [p.spread for p in (first, second) if p.spread is not None]
     if len(known) == 2:
         return f"spread {percent(max(known))}"
-    return f"one process each, where less than {percent(contest.noise)} means nothing; set replicates"
+    return f"one process each, where less than {percent(noise(first, second))} means nothing; set replicates"
 
 
-def _evidence(contest: _Contest, axis: str) -> list[str]:
+def _evidence(chosen: _Contest, contests: Sequence[_Contest], axis: str) -> list[str]:
     lines = []
-    if len(contest.right) > 1:
-        speeds = [f"{_value(p, axis)} {significant(p.tokens_per_s or 0)}" for p in contest.right]
+    if len(chosen.right) > 1:
+        speeds = [f"{_value(p, axis)} {significant(p.tokens_per_s or 0)}" for p in chosen.right]
         lines.append("tok/s: " + ", ".join(speeds))
-    if contest.out:
-        lines.append("out: " + "; ".join(f"{_value(p, axis)} ({_fault(p)})" for p in contest.out))
+    if chosen.out:
+        lines.append("out: " + "; ".join(f"{_value(p, axis)} ({_fault(p)})" for p in chosen.out))
+    alone = [c for c in contests if len(c.right) == 1 and _shared_seq(c) > _shared_seq(chosen)]
+    if alone:
+        longest = max(alone, key=_shared_seq)
+        lines.append(f"at seq {_shared_seq(longest):,.0f} only {_value(longest.right[0], axis)} ran right")
     return [one_line(line, 600) for line in lines]
 
 
@@ -214,7 +229,8 @@ def _fault(point: Point) -> str:
 
 def _reservations(chosen: _Contest, contests: Sequence[_Contest], axis: str) -> list[str]:
     best, lines = chosen.right[0], []
-    unchecked = [_value(p, axis) for p in chosen.right[:2] if p.verdict in (None, "no_reference")]
+    named = chosen.right[:2] if chosen.decided else chosen.tied
+    unchecked = [_value(p, axis) for p in named if p.verdict in (None, "no_reference")]
     if unchecked:
         lines.append(f"the result of {' and '.join(unchecked)} was not checked against a reference")
     if best.verdict == "caveat":

@@ -16,8 +16,9 @@ from reports.points import RUN, Point, Ranks, points
 from reports.text import NONE, fact, ratio
 
 X = "seq"
+_SMALL = 3  # points that are fewer than this make no table of their own
 SPLIT = ("model", "dtype", "precision", "step", "optimizer", "batch")
-_PLAIN = (RUN, "attention", "mode", "model", "dtype", "fault")  # values that need no axis name beside them
+_PLAIN = ("attention", "mode", "model", "dtype", "fault")  # values that need no axis name beside them
 _BASELINES: dict[str, tuple[Fact, ...]] = {"attention": ("math", "eager"), "compile": ("none",)}
 
 
@@ -40,7 +41,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def timed(self) -> bool:
-        """True where any process has step times, or ended before it could have some."""
+        """True where any process gave a time; a diagnostic probe's cells give only verdicts."""
         return any(row.step_s or row.tokens_per_step for point in self.points for row in point.rows)
 
     def label(self, point: Point) -> str:
@@ -66,6 +67,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         smaller: less is better, and the ratio still is candidate / baseline.
         """
         base, mine = self.against(point), getattr(point, value)
+        if point.status != "ok":
+            return NONE
         if point.wrong and not smaller:
             return f"{NONE} (wrong result)"
         if base is None:
@@ -107,7 +110,7 @@ def groups(runs: Sequence[Run]) -> tuple[Group, ...]:
     for (probe, device, name), some in _by(points(runs), lambda p: (p.probe, p.device, p.device_name)):
         split = tuple(axis for axis in varying(some) if axis in SPLIT)
         parts = [part for _, part in _by(some, lambda p, s=split: tuple(p.axes.get(a) for a in s))]  # type: ignore[misc]
-        if max(map(len, parts)) <= 2:
+        if min(sum(p.status != "skipped" for p in part) or _SMALL for part in parts) < _SMALL:
             parts = [some]
         parts.sort(key=lambda part, s=split: rank.key(part[0].axes, s))  # type: ignore[misc]
         found += [_group(probe, device, name, part, rank, wanted) for part in parts]

@@ -61,7 +61,7 @@ def page(runs: Sequence[Run]) -> Page:
     all_points, all_groups = points(runs), groups(runs)
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(labels(runs))
     timed = any(group.timed for group in all_groups)
-    said = tuple(answers(runs)) if timed or not any(p.status == "ok" for p in all_points) else ()
+    said = tuple(answers(runs)) if timed else ()
     sections = (
         *_runs(runs),
         *_groups(all_groups),

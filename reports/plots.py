@@ -27,6 +27,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _STYLES = ("-", "--", "-.", ":")
 _MOST_LINES = 8  # in one panel; more are split into panels
+_WRONG = "result is wrong"
 _TITLES = {"speed": "tokens per second", "memory": "peak memory, GiB"}
 
 
@@ -87,8 +88,8 @@ def _lines(group: Group, kind: str) -> Figure:
     top = max((v for p in group.points if (v := _value(p, kind)) is not None), default=1.0) * 1.08
     failed = any(p.status not in ("ok", "skipped") for p in group.points)
     for ax, (title, lines) in zip(axes, panels.items(), strict=False):
-        _panel(ax, title, lines, names, group.x, kind)
         _scales(ax, ticks, top, failed)
+        _panel(ax, title, lines, names, group.x, kind)
     _outer_labels(axes, len(panels), columns, group.x)
     _legend(figure, axes[: len(panels)], names)
     figure.supylabel(_axis_title(group, kind), fontsize=10)
@@ -134,8 +135,17 @@ def _doubt(ax: Axes, at: float, value: float, point: Point, kind: str, colour: s
     if kind == "speed" and len(point.medians_s) > 1 and point.step_s:
         low, high = (value * point.step_s / m for m in (max(point.medians_s), min(point.medians_s)))
         ax.vlines(at, low, high, color=colour, linewidth=1.2)
-    if point.wrong:
-        ax.plot([at], [value], marker="x", markersize=12, markeredgewidth=2, color="#c00000", linestyle="")
+    if kind == "speed" and point.wrong:
+        ax.plot(
+            [at],
+            [value],
+            label=_WRONG,
+            marker="x",
+            markersize=12,
+            markeredgewidth=2,
+            color="#c00000",
+            linestyle="",
+        )
 
 
 def _absent(ax: Axes, at: float, lost: Sequence[tuple[str, str]], names: Sequence[str]) -> None:
@@ -153,15 +163,19 @@ def _absent(ax: Axes, at: float, lost: Sequence[tuple[str, str]], names: Sequenc
             transform=ax.get_xaxis_transform(),
             clip_on=False,
         )
-    ways = ", ".join(dict.fromkeys(status for _, status in lost))
-    text = ways if len(lost) == 1 else f"{len(lost)} {ways}"
+    if len(lost) <= 2:
+        words = [f"{one_line(name, 40)}: {status}" for name, status in reversed(lost)]
+    else:
+        words = [f"{len(lost)} modes: {', '.join(dict.fromkeys(status for _, status in lost))}"]
+    low, high = ax.get_xlim()
+    left = at < (low * high) ** 0.5  # text on the side that has room
     ax.annotate(
-        text,
+        "\n".join(words),
         (at, 0.065),
         xycoords=ax.get_xaxis_transform(),
-        xytext=(-6, 0),
+        xytext=(6 if left else -6, 0),
         textcoords="offset points",
-        ha="right",
+        ha="left" if left else "right",
         va="center",
         fontsize=7.5,
         color="#444444",
@@ -196,19 +210,13 @@ def _legend(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> None:
     found = {
         name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)
     }
-    handles = [found[name] for name in names if name in found]
-    shown = [one_line(name, 44) for name in names if name in found]
-    if len(axes) == 1:
-        figure.legend(handles, shown, loc="outside right upper", frameon=False, handlelength=3.2)
-    else:
-        figure.legend(
-            handles,
-            shown,
-            loc="outside lower center",
-            ncols=min(4, len(names)),
-            frameon=False,
-            handlelength=3.2,
-        )
+    shown = [name for name in (*names, _WRONG) if name in found]
+    words = [one_line(name, 44) for name in shown]
+    place: dict[str, Any] = {"loc": "outside right upper"}
+    if len(axes) > 1:
+        wide = max(len(word) for word in words) + 9  # with the line drawn before it
+        place = {"loc": "outside lower center", "ncols": max(1, min(len(words), 92 // wide))}
+    figure.legend([found[name] for name in shown], words, frameon=False, handlelength=3.2, **place)
 
 
 def _bars(group: Group, kind: str) -> Figure:

@@ -71,15 +71,17 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 def labels(runs: Sequence[Run]) -> tuple[str, ...]:
     """One name per run, told apart by when each began, or by position. Does not depend on folders."""
     names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [f"{run.name} {str(run.meta.get('started_at', ''))[:16]}".strip() for run in runs]
+    for kept in (10, 16):  # the day; the minute
+        if len(set(names)) < len(names):
+            starts = (str(run.meta.get("started_at", ""))[:kept].replace("T", " ") for run in runs)
+            names = [start or run.name for run, start in zip(runs, starts, strict=True)]
     if len(set(names)) < len(names):
         names = [f"{name} #{i}" for i, name in enumerate(names, 1)]
     return tuple(names)
 
 
 def points(runs: Sequence[Run]) -> tuple[Point, ...]:
-    """Every cell of every run, in the suite's order. With several runs, `run` is the first axis."""
+    """Every cell of every run, in the suite's order. With several runs, `run` is the last axis."""
     found = []
     for label, run in zip(labels(runs), runs, strict=True):
         cells: dict[tuple[str, str], list[Row]] = {}
@@ -103,7 +105,7 @@ def _point(run: Run, label: str, extra: dict[str, Fact], rows: list[Row]) -> Poi
         probe=shown.probe,
         device=shown.device,
         device_name=device_name(run.meta, shown.environment) or shown.device,
-        axes={**extra, **shown.axes},
+        axes={**shown.axes, **extra},
         rows=tuple(rows),
         status=shown.status,
         reason=shown.reason,
