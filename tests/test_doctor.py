@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from probes import doctor
-from probes.doctor import compilers, driver, host, installed, versions, wheel
+from probes.doctor import compilers, decisions, driver, host, installed, kernels, versions, wheel
 from probes.doctor.report import Line, Report, Section
 from tests import fake_machine as fake
 from tests.conftest import ROOT
@@ -251,3 +251,30 @@ def test_a_cudnn_that_dropped_volta_is_a_problem(tmp_path: Path, monkeypatch: py
     line = _line(lines, "cuDNN")
     assert (line.value, line.mark) == ("9.20.0", "problem")
     assert "pytorch#162574" in line.reason
+
+
+def test_a_v100s_kernels_and_decisions_can_be_read_on_any_machine(tmp_path: Path) -> None:
+    found = fake.machine(tmp_path, fake.V100, fake.GT710, smi=fake.says(V100_LINE))
+    half = _line(kernels.lines(found), "sm_70 float16")
+    assert half.value.startswith("efficient")
+    assert "not flash: FlashAttention needs sm_80" in half.reason
+    bfloat = _line(kernels.lines(found), "sm_70 bfloat16")
+    assert (bfloat.value, bfloat.mark) == ("math only (any head size)", "note")
+    assert _line(kernels.lines(found), "sm_70 grouped queries").value == "heads are expanded"
+    assert _line(decisions.lines(found), "sm_70 cudagraphs").value == "off"
+    assert _line(decisions.lines(found), "sm_70 bf16").value == "refused"
+
+
+def test_head_sizes_that_a_kernel_refuses_stand_apart(tmp_path: Path) -> None:
+    found = fake.machine(tmp_path, fake.H200, smi=fake.says(H200_LINE))
+    values = [line.value for line in kernels.lines(found) if line.what == "sm_90 bfloat16"]
+    assert len(values) == 2
+    assert "cudnn" in values[0]
+    assert "head size 64, 80, 96, 128" in values[0]
+    assert "cudnn" not in values[1]
+
+
+def test_without_a_card_the_cpu_is_answered_for(tmp_path: Path) -> None:
+    found = fake.machine(tmp_path)
+    assert kernels.devices(found) == [("cpu", (0, 0))]
+    assert all(line.what.startswith("CPU ") for line in kernels.lines(found))

@@ -30,8 +30,8 @@ def examine(found: Inventory | None = None) -> Report:
         (wheel.TITLE, lambda: wheel.lines(cards)),
         (versions.TITLE, lambda: versions.lines(cards)),
         (compilers.TITLE, lambda: compilers.lines(cards)),
-        (kernels.TITLE, kernels.lines),
-        (decisions.TITLE, decisions.lines),
+        (kernels.TITLE, lambda: kernels.lines(cards)),
+        (decisions.TITLE, lambda: decisions.lines(cards)),
     )
     return Report(sections=tuple(_section(title, look) for title, look in parts))
 
