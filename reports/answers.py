@@ -164,16 +164,16 @@ def _shared_seq(contest: _Contest) -> float:
 def _cannot(some: Sequence[Point], axis: str, noun: str) -> str:
     values = list(dict.fromkeys(fact(point.axes[axis]) for point in some if axis in point.axes))
     if not some:
-        return "No row has a time: `make quick` measures this machine."
+        return "No row has a time: make quick measures this machine."
     if not values:
-        return f"These rows have no axis `{axis}`: `make quick` compares several."
+        return f"These rows have no axis {axis}: make quick compares several."
     if len(values) == 1:
         return (
             f"Not answered: only {values[0]} was tried; run a suite whose axes.{axis} lists another {noun}."
         )
     failed = ", ".join(dict.fromkeys(f"{_value(p, axis)} {_fault(p)}" for p in some if not _is_right(p)))
     if failed and not any(_is_right(p) for p in some):
-        return f"None ran right ({failed}): see what failed below, then `make doctor`."
+        return f"None ran right ({failed}): see the failures, then make doctor."
     return f"Not answered: no two cells differ in {axis} alone; run a suite that has axes.{axis} = {values}."
 
 
@@ -199,7 +199,7 @@ def _noise_words(first: Point, second: Point) -> str:
     known = [p.spread for p in (first, second) if p.spread is not None]
     if len(known) == 2:
         return f"spread {percent(max(known))}"
-    return f"one process each, where less than {percent(noise(first, second))} means nothing; set replicates"
+    return f"too few processes for a difference below {percent(noise(first, second))} to mean anything; set replicates"
 
 
 def _evidence(chosen: _Contest, contests: Sequence[_Contest], axis: str) -> list[str]:
@@ -285,7 +285,7 @@ def _seq(point: Point) -> int:
 
 def _cannot_length(some: Sequence[Point], tried: Sequence[Point]) -> str:
     if not some:
-        return "No row has a time: `make quick` measures this machine."
+        return "No row has a time: make quick measures this machine."
     if not tried:
-        return "These rows have no axis `seq`: `make quick` tries several."
+        return "These rows have no axis seq: make quick tries several."
     return f"None ran right; the shortest tried, {min(map(_seq, tried)):,}, ended so: {_fault(min(tried, key=_seq))}."

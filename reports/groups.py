@@ -6,7 +6,8 @@ the x axis; the other axes that vary make up the mode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -15,6 +16,7 @@ from reports.load import Run
 from reports.points import RUN, Point, Ranks, points
 from reports.text import NONE, fact, ratio
 
+K = TypeVar("K", bound=Hashable)
 X = "seq"
 _SMALL = 3  # points that are fewer than this make no table of their own
 SPLIT = ("model", "dtype", "precision", "step", "optimizer", "batch")
@@ -107,14 +109,20 @@ def groups(runs: Sequence[Run]) -> tuple[Group, ...]:
     rank = Ranks(runs)
     wanted = [run.meta["baseline"] for run in runs if isinstance(run.meta.get("baseline"), dict)]
     found: list[Group] = []
-    for (probe, device, name), some in _by(points(runs), lambda p: (p.probe, p.device, p.device_name)):
-        split = tuple(axis for axis in varying(some) if axis in SPLIT)
-        parts = [part for _, part in _by(some, lambda p, s=split: tuple(p.axes.get(a) for a in s))]  # type: ignore[misc]
-        if min(sum(p.status != "skipped" for p in part) or _SMALL for part in parts) < _SMALL:
-            parts = [some]
-        parts.sort(key=lambda part, s=split: rank.key(part[0].axes, s))  # type: ignore[misc]
-        found += [_group(probe, device, name, part, rank, wanted) for part in parts]
+    for (probe, device, name), some in _by(
+        points(runs), lambda p: (p.probe, p.device, p.device_name)
+    ).items():
+        found += [_group(probe, device, name, part, rank, wanted) for part in _parts(some, rank)]
     return tuple(found)
+
+
+def _parts(some: list[Point], rank: Ranks) -> list[list[Point]]:
+    split = tuple(axis for axis in varying(some) if axis in SPLIT)
+    parts = list(_by(some, lambda point: tuple(point.axes.get(axis) for axis in split)).values())
+    ran = [sum(point.status != "skipped" for point in part) for part in parts]
+    if any(0 < n < _SMALL for n in ran):
+        return [some]
+    return sorted(parts, key=lambda part: rank.key(part[0].axes, split))
 
 
 def _group(
@@ -167,9 +175,9 @@ def varying(some: Sequence[Point]) -> tuple[str, ...]:
     return tuple(axis for axis in names if len({point.axes.get(axis) for point in some}) > 1)
 
 
-def _by(some, key):  # type: ignore[no-untyped-def]
-    """(key, members) in order of first appearance."""
-    found: dict[object, list[Point]] = {}
+def _by(some: Iterable[Point], key: Callable[[Point], K]) -> dict[K, list[Point]]:
+    """Points by key, keys in order of first appearance."""
+    found: dict[K, list[Point]] = {}
     for point in some:
         found.setdefault(key(point), []).append(point)
-    return found.items()
+    return found

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from reports import tables
+from reports import details, outcomes, tables
 from reports.answers import Answer, answers
 from reports.groups import Group, groups, label, varying
 from reports.load import Run
@@ -89,7 +89,7 @@ def _groups(all_groups: Sequence[Group]) -> Iterator[Section]:
             continue
         title = _title(group, all_groups)
         if not group.timed:
-            yield Section(title=title, paragraphs=_caption(group), table=tables.verdicts(group))
+            yield Section(title=title, paragraphs=_caption(group), table=outcomes.verdicts(group))
             continue
         table = tables.speed(group)
         yield Section(title=title, paragraphs=_caption(group), pictures=_pictures(group, number), table=table)
@@ -98,12 +98,13 @@ def _groups(all_groups: Sequence[Group]) -> Iterator[Section]:
 
 def _below(group: Group) -> Iterator[Section]:
     parts = (
-        ("What the compiler did", tables.compiler(group), ""),
-        ("Memory, GiB", tables.memory(group), _MEMORY[group.device != "cpu"]),
-        ("Checks that did not pass: the worst tensors", tables.tensors(group), _NORM),
+        ("What the compiler did", details.compiler(group), ""),
+        ("Memory, GiB", details.memory(group), _MEMORY[group.device != "cpu"]),
+        ("Checks that did not pass: the worst tensors", details.tensors(group), _NORM),
     )
+    least = 3 if group.x else 2  # a lone column of memory is in the main table already
     for title, table, text in parts:
-        if table.rows:
+        if table.rows and len(table.columns) > least:
             yield Section(title=title, level=3, paragraphs=(text,) if text else (), table=table)
 
 
@@ -119,9 +120,10 @@ _MEMORY = (
 def _title(group: Group, all_groups: Sequence[Group]) -> str:
     """What tells this group apart: the device, and the axes that split the tables."""
     split = {a: v for a, v in group.fixed.items() if any(g.fixed.get(a, v) != v for g in all_groups)}
-    words = [group.device_name or group.device, label(split) if split else ""]
-    if len({g.probe for g in all_groups}) > 1:
-        words.insert(0, group.probe)
+    several = len({g.probe for g in all_groups if g.timed}) > 1
+    what = "Speed and memory" if group.timed else f"Verdicts of {group.probe}"
+    of = f" of {group.probe}" if several and group.timed else ""
+    words = [f"{what}{of} on {group.device_name or group.device}", label(split) if split else ""]
     return one_line(", ".join(word for word in words if word))
 
 
@@ -150,17 +152,17 @@ def _pictures(group: Group, number: int) -> tuple[Picture, ...]:
 
 
 def _not_run(all_points: Sequence[Point]) -> Iterator[Section]:
-    failed = tables.failures(all_points)
+    failed = outcomes.failures(all_points)
     if failed.rows:
         axes = varying(all_points)
         details = tuple(
-            Detail(f"log of {tables.named(point, axes)}: {row.status}", row.log_tail)
+            Detail(f"log of {outcomes.named(point, axes)}: {row.status}", row.log_tail)
             for point in all_points
             for row in point.rows
             if row.log_tail and not row.expected
         )
         yield Section(title="What failed", table=failed, details=details)
-    skipped = tables.skips(all_points)
+    skipped = outcomes.skips(all_points)
     if skipped.rows:
         total = sum(point.status == "skipped" for point in all_points)
         text = f"Not run: {count(total, 'cell')} of {len(all_points):,}."

@@ -107,6 +107,7 @@ def _attention(asked: str) -> AttentionReport:
 def failed(status: str, reason: str, expected: bool = False, **changes: Any) -> Row:
     """A row without results."""
     empty = {
+        "tokens_per_step": None,
         "step_s": (),
         "first_step_s": None,
         "memory": Memory(),
