@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 HARNESS := $(BIN)/python -m harness
 # pip is quiet unless something is wrong; V=1 shows all it says.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
-CODE := harness probes reports tc_volta cp_volta tests
+CODE := $(wildcard harness probes reports tc_volta cp_volta tests benchmarks)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test sweep-single quick drill bench doctor lint schema clean FORCE
