@@ -37,13 +37,16 @@ def verdicts(group: Group) -> Table:
     return without_empty(Table(columns=heads, rows=tuple(rows), notes=notes.lines()))
 
 
-def failures(points: Sequence[Point]) -> Table:
-    """Every process that ended otherwise than well, skips apart."""
+def failures(points: Sequence[Point], told: Sequence[Point] = ()) -> Table:
+    """Every process that ended otherwise than well, skips apart.
+
+    told: points that a table of verdicts shows already; of these, only what was not expected.
+    """
     rows = []
     axes = varying(points)
     for point in points:
         for row in point.rows:
-            if row.status in ("ok", "skipped"):
+            if row.status in ("ok", "skipped") or (row.expected and point in told):
                 continue
             run = str(row.replicate) if len(point.rows) > 1 else ""
             expected = "expected" if row.expected else "NOT EXPECTED"

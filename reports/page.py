@@ -65,7 +65,7 @@ def page(runs: Sequence[Run]) -> Page:
     sections = (
         *_runs(runs),
         *_groups(all_groups),
-        *_not_run(all_points),
+        *_not_run(all_points, [p for g in all_groups if not g.timed for p in g.points]),
         *(_method(all_groups) if timed else ()),
     )
     return Page(title=one_line(title), answers=said, sections=sections)
@@ -151,8 +151,8 @@ def _pictures(group: Group, number: int) -> tuple[Picture, ...]:
     )
 
 
-def _not_run(all_points: Sequence[Point]) -> Iterator[Section]:
-    failed = outcomes.failures(all_points)
+def _not_run(all_points: Sequence[Point], told: Sequence[Point]) -> Iterator[Section]:
+    failed = outcomes.failures(all_points, told)
     if failed.rows:
         axes = varying(all_points)
         details = tuple(

@@ -76,11 +76,10 @@ def _lines(group: Group, kind: str) -> Figure:
     columns = min(2 if len(panels) == 4 else 3, len(panels))
     rows = -(-len(panels) // columns)
     legend_rows = -(-len(names) // 4)
-    size = (
-        (7.6, 4.2)
-        if len(panels) == 1
-        else (max(7.6, 3.2 * columns + 0.6), 2.7 * rows + 0.3 + 0.22 * legend_rows)
-    )
+    if len(panels) == 1:
+        size = (7.6, max(4.2, 0.21 * len(names) + 0.5))
+    else:
+        size = (max(7.6, 3.2 * columns + 0.6), 2.7 * rows + 0.3 + 0.22 * legend_rows)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     axes: list[Axes] = list(grid.flat)
@@ -119,10 +118,12 @@ def _panel(
 
 
 def _style(i: int) -> dict[str, Any]:
+    """Colour, marker and line of the i-th line; no two of 32 agree in all three."""
+    lap = i // len(_COLOURS)
     return {
         "color": _COLOURS[i % len(_COLOURS)],
-        "marker": _MARKERS[i % len(_MARKERS)],
-        "linestyle": _STYLES[i % len(_STYLES)],
+        "marker": _MARKERS[(i + lap) % len(_MARKERS)],
+        "linestyle": _STYLES[(i + lap) % len(_STYLES)],
         "linewidth": 1.6,
         "markersize": 5.5,
         "markeredgecolor": "white",
@@ -239,7 +240,7 @@ def _bars(group: Group, kind: str) -> Figure:
         ax.text((value or 0) + top * 0.01, i, text, va="center", fontsize=8, color="#222222")
     ax.set_yticks(range(len(modes)), [one_line(name or "all", 48) for name in modes])
     ax.set_ylim(len(modes) - 0.4, -0.6)
-    ax.set_xlim(0, top * 1.18)
+    ax.set_xlim(0, top * (1.32 if any(point.wrong for point in modes.values()) else 1.18))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
     ax.grid(axis="x", color="#e4e4e4", linewidth=0.7)
     ax.set_axisbelow(True)

@@ -63,6 +63,10 @@ def _device(device: Mapping[str, Any]) -> str:
         values = values if isinstance(values, list) else [values]
         known = dict.fromkeys(f"{value:g} {unit}" for value in values if isinstance(value, int | float))
         parts += ["/".join(known)] if known else []
+    memory = device.get("memory_bytes")
+    memory = memory if isinstance(memory, list) else [memory]
+    sizes = dict.fromkeys(f"{gib(size)} GiB" for size in memory if isinstance(size, int | float))
+    parts += ["/".join(sizes)] if sizes else []
     if device.get("usable") or device.get("cores"):
         parts.append(f"{device.get('usable') or device.get('cores')} usable cores")
     return ", ".join(part for part in parts if part)

@@ -25,7 +25,12 @@ from reports.load import Run
 GIB = 2**30
 ENVIRONMENT = {
     "stack": {"python": "3.12.3", "torch": "2.10.0", "triton": "3.6.0", "xformers": "0.0.35", "env": {}},
-    "device": {"driver": "580.65.06", "names": ["Tesla V100-SXM2-32GB"], "power_limit_w": [300.0]},
+    "device": {
+        "driver": "580.65.06",
+        "names": ["Tesla V100-SXM2-32GB"],
+        "power_limit_w": [300.0],
+        "memory_bytes": [32 * GIB],
+    },
     "host": {
         "hostname": "node7",
         "cpu": "Xeon Gold 6148",

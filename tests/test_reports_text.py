@@ -7,6 +7,7 @@ import re
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 from reports import text
 from reports.bench import markdown
@@ -74,6 +75,19 @@ def assert_tables_whole(rendered: str) -> None:
             continue
         width = width or unescaped_pipes(line)
         assert unescaped_pipes(line) == width, line
+
+
+@given(st.text(min_size=1, max_size=60))
+@example(NASTY)
+@example("~~gone~~ $x$ ![i](u) <!-- c --> &lt; &#124; \\| |")
+@example("a_b_c __x__ *y*")
+def test_a_reader_of_markdown_sees_the_string_as_it_was(reason: str) -> None:
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    tokens = parser.parse(f"| a | b |\n|:--|:--|\n| {text.markdown(reason)} | end |\n")
+    cells = [token for token in tokens if token.type == "inline"][2:]
+    assert len(cells) == 2
+    assert {child.type for child in cells[0].children or ()} <= {"text", "text_special"}
+    assert "".join(child.content for child in cells[0].children or ()) == text.one_line(reason).strip()
 
 
 @given(st.text(min_size=1, max_size=60))
