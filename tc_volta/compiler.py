@@ -11,7 +11,7 @@ import collections
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -205,9 +205,9 @@ def _recording(record: Report, backend: str) -> Backend:
             raise
         except Exception as error:  # whatever a compiler raises is this graph's failure, and is reported
             record.fallbacks.append(f"{type(error).__name__}: {str(error)[:2000]}")
-            return graph.forward
+            return cast("Callable[..., Any]", graph.forward)
         record.graphs += 1
-        return compiled
+        return cast("Callable[..., Any]", compiled)
 
     return compile_graph
 

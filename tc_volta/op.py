@@ -206,9 +206,11 @@ def _empty_like_out(x_BHSD: Tensor) -> Tensor:
     return x_BHSD.new_empty((B, S, H, D)).transpose(1, 2)
 
 
-def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: object) -> None:
+def _setup(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+) -> None:
     q, k, v, mask, causal, scale, window, kernel = inputs
-    out, lse = output  # type: ignore[misc]
+    out, lse = output
     if isinstance(mask, Tensor) and mask.requires_grad:
         raise ValueError("a gradient of attn_mask is not computed; detach it")
     ctx.set_materialize_grads(False)

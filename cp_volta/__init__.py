@@ -1,0 +1,1 @@
+"""Context parallelism and long contexts. Not built yet: this package is empty."""

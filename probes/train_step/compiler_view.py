@@ -1,0 +1,96 @@
+"""What the compiler says it did, as a `CompileReport`. The one place that reads torch's private records."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import tc_volta
+from harness.rows import CompileReport, GraphBreak
+
+# CompilationMetrics' durations that say something apart; names of torch 2.10 to 2.14.
+_PHASES = {
+    "total": "entire_frame_compile_time_s",
+    "backend": "backend_compile_time_s",
+    "inductor": "inductor_compile_time_s",
+    "code generation": "code_gen_time_s",
+}
+
+
+@contextlib.contextmanager
+def cudagraph_skips() -> Iterator[list[str]]:
+    """Collect Inductor's messages about cudagraphs that it left out, while the model compiles and first runs."""
+    heard: list[str] = []
+
+    class Listen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if "skipping cudagraphs" in text.lower() and text not in heard:
+                heard.append(text.splitlines()[0][:300])
+
+    listener = Listen()
+    loggers = [
+        logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if "torch._inductor" in name
+    ]
+    for logger in loggers:
+        logger.addHandler(listener)
+    try:
+        yield heard
+    finally:
+        for logger in loggers:
+            logger.removeHandler(listener)
+
+
+def look(model: nn.Module, skips: list[str]) -> CompileReport:
+    """The report on a model that tc_volta compiled and that has run."""
+    record = tc_volta.report(model)
+    metrics = _metrics()
+    given_up = [
+        f"Dynamo gave up a frame: {m.fail_reason}" for m in metrics if getattr(m, "fail_reason", None)
+    ]
+    counted = torch._dynamo.utils.counters["inductor"].get("cudagraph_skips", 0)
+    if counted and not skips:
+        skips = [f"{counted} skips, no reason logged"]
+    return CompileReport(
+        asked=record.asked,
+        phases_s=_phases(metrics),
+        graphs=record.graphs,
+        graph_breaks=_breaks(),
+        recompiles=tuple(
+            str(m.recompile_reason)[:500] for m in metrics if getattr(m, "recompile_reason", None)
+        ),
+        cudagraphs=bool(record.options.get("triton.cudagraphs")) and not skips,
+        cudagraph_skips=tuple(skips),
+        fallbacks=tuple(record.fallbacks + record.skipped + given_up),
+    )
+
+
+def _metrics() -> list[Any]:
+    return list(torch._dynamo.utils.get_compilation_metrics())
+
+
+def _phases(metrics: list[Any]) -> dict[str, float | None]:
+    sums: dict[str, float | None] = {}
+    for word, name in _PHASES.items():
+        values = [v for m in metrics if (v := getattr(m, name, None)) is not None]
+        if values:
+            sums[word] = float(sum(values))
+    return sums
+
+
+def _breaks() -> tuple[GraphBreak, ...]:
+    return tuple(
+        GraphBreak(reason=str(found.reason).splitlines()[0][:300], where=_where(found.user_stack))
+        for found in torch._dynamo.utils.graph_break_reasons
+        if getattr(found, "graph_break", True)
+    )
+
+
+def _where(stack: list[traceback.FrameSummary]) -> str:
+    return f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""

@@ -1,0 +1,73 @@
+"""The model, its batch and its step, as the axes ask for them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import tc_volta
+from probes.models.build import DTYPES, build
+from probes.text import tokens
+from probes.train_step import TrainStepAxes
+
+OWN = ("eager", "sdpa")  # transformers' own implementations; the others are kernels of tc_volta
+_COMPILERS = {
+    "mlp": tc_volta.compile_mlp_only,
+    "layers": tc_volta.compile_layers,
+    "model": tc_volta.compile,
+}
+
+
+class Training:
+    """One model in training on one device. `step` is what is timed."""
+
+    def __init__(self, axes: TrainStepAxes, device: str, seed: int) -> None:
+        self.axes = axes
+        self.device = device
+        self.dtype = DTYPES[axes.dtype]
+        self.amp = axes.precision == "amp"
+        self.model = build(
+            axes.model,
+            device=device,
+            dtype=torch.float32 if self.amp else self.dtype,
+            attention=axes.attention if axes.attention in OWN else tc_volta.attention_name(axes.attention),
+            seed=seed,
+        )
+        self.ids_BS = tokens(axes.batch, axes.seq, device)
+        if axes.checkpointing:
+            checkpoint_layers(self.model)
+        if axes.compile != "none":
+            _COMPILERS[axes.compile](self.model, mode=axes.mode)
+        self.optimizer = (
+            torch.optim.AdamW(self.model.parameters(), lr=1e-5) if axes.optimizer == "adamw" else None
+        )
+        self.scaler = torch.amp.GradScaler(device, enabled=self.amp and self.dtype == torch.float16)
+
+    def step(self) -> Tensor:
+        """Zero the gradients, forward with loss, backward, and for a full step the optimizer. Returns the loss."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.loss(self.model)
+        self.scaler.scale(loss).backward()
+        if self.optimizer is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return loss.detach()
+
+    def loss(self, model: PreTrainedModel, autocast: bool = True) -> Tensor:
+        """The stock loss of a model on this batch, under this training's autocast."""
+        with self.autocast() if autocast else contextlib.nullcontext():
+            out = model(input_ids=self.ids_BS, labels=self.ids_BS, use_cache=False)
+        return out.loss
+
+    def autocast(self) -> torch.autocast:
+        """Autocast to the axes' dtype; off for plain precision."""
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.amp)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute each decoder layer in backward, non-reentrant."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
