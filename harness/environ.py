@@ -49,7 +49,12 @@ LATE_READ = frozenset(
 )
 # Lets torch ask NVML instead of CUDA whether a device exists, so that a preloaded server stays clean of
 # CUDA. No cell or default run reaches for a model hub.
-_ALWAYS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+_ALWAYS = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "KINETO_LOG_LEVEL": "3",  # the profiler otherwise writes two lines into every cell's log
+}
 
 
 def server_env(caller: Mapping[str, str], named: Mapping[str, str]) -> dict[str, str]:

@@ -184,7 +184,8 @@ class Launcher:
             logs.mkdir(exist_ok=True)
             env = environ.server_env(self._caller, dict(kind.env))
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
-            env["TORCHINDUCTOR_CACHE_DIR"] = str(self.shared)  # fixed at import: where the header goes
+            # fixed at import: where Inductor's precompiled header and the results of its probing go
+            env["TMPDIR"] = env["TORCHINDUCTOR_CACHE_DIR"] = str(self.shared)
             with (logs / f"server-{len(self._servers)}.log").open("ab") as log:
                 server = _Server(kind, env, self.scratch, self.shared, log)
             self._servers[kind] = server

@@ -153,7 +153,7 @@ def test_rounding_noise_in_eager_itself_is_a_caveat_and_not_a_pass() -> None:
 @settings(max_examples=30, deadline=None)
 @given(power=st.integers(-20, 20), wrong=st.booleans())
 def test_the_verdict_does_not_depend_on_scale(power: int, wrong: bool) -> None:
-    candidate, eager, exact = three(n=256, dtype=torch.float32)
+    candidate, eager, exact = three(n=2048, dtype=torch.float32)
     candidate = candidate * 3 if wrong else candidate
     scaled = [x * 2.0**power for x in (candidate, eager, exact)]
     assert verdict(*scaled).verdict == ("mismatch" if wrong else "ok")
@@ -167,3 +167,11 @@ def test_large_tensors_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     chunked = verdict(*three())
     assert chunked.worst[0].error == pytest.approx(whole.worst[0].error)
     assert chunked.verdict == whole.verdict
+
+
+def test_a_small_vector_may_be_eight_times_off_and_a_matrix_twice() -> None:
+    for n, verdicts in ((256, ("ok", "mismatch")), (4096, ("mismatch", "mismatch"))):
+        _, eager, exact = three(n=n, dtype=torch.float32)
+        error = (eager.double() - exact).flip(0)
+        found = [verdict((exact + times * error).float(), eager, exact).verdict for times in (5, 12)]
+        assert tuple(found) == verdicts

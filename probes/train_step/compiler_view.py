@@ -71,6 +71,12 @@ def look(model: nn.Module, skips: list[str]) -> CompileReport:
     )
 
 
+def cache_use() -> dict[str, int]:
+    """Hits and misses of Inductor's graph cache in this process; a cold cell has no hit."""
+    counted = torch._dynamo.utils.counters["inductor"]
+    return {name: int(counted.get(name, 0)) for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")}
+
+
 def _metrics() -> list[Any]:
     return list(torch._dynamo.utils.get_compilation_metrics())
 

@@ -15,7 +15,7 @@ from probes.models import shape_of, train_flops
 from probes.peaks import peak_flops_per_s
 from probes.train_step import TrainStepAxes
 from probes.train_step.check import check
-from probes.train_step.compiler_view import cudagraph_skips, look
+from probes.train_step.compiler_view import cache_use, cudagraph_skips, look
 from probes.train_step.evidence import observe
 from probes.train_step.timing import Timed
 from probes.train_step.timing import run as take_steps
@@ -34,7 +34,7 @@ def run(axes: TrainStepAxes, task: Task) -> Result:
     if fault.status != "ok":
         return Result(status=fault.status, reason=fault.reason, **found)
     if axes.compile != "none":
-        found["compile"] = look(training.model, skips)
+        found |= {"compile": look(training.model, skips), "facts": cache_use()}
     attention = observe(axes.attention, training.step, task.device)
     found["attention"] = attention
     if not attention.honoured:
