@@ -49,18 +49,12 @@ def run(axes: TrainStepAxes, task: Task) -> Result:
 
 def _describe(axes: TrainStepAxes, task: Task) -> dict[str, Any]:
     shape = shape_of(axes.model)
-    found: dict[str, Any] = {"tokens_per_step": axes.batch * axes.seq, "notes": _notes(axes, task)}
+    found: dict[str, Any] = {"tokens_per_step": axes.batch * axes.seq}
     if shape is not None:
         found["flops_per_step"] = train_flops(shape, axes.batch, axes.seq)
     name = torch.cuda.get_device_name() if task.device == "cuda" and torch.cuda.is_available() else "this CPU"
     found["peak_flops_per_s"], found["peak_source"] = peak_flops_per_s(name, axes.dtype)
     return found
-
-
-def _notes(axes: TrainStepAxes, task: Task) -> tuple[str, ...]:
-    if task.device == "cpu":
-        return ("memory is the process's resident set, libraries included",)
-    return ()
 
 
 def _timed_fields(timed: Timed) -> dict[str, Any]:
