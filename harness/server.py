@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from harness import shm
@@ -35,6 +36,8 @@ def main(argv: list[str]) -> int:
     """FD, scratch root, preload modules joined by commas, prepare function, prepare folder."""
     fd, scratch, preload, prepare, folder = argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's to handle
+    # The other threads are a BLAS library's idle workers, which it stops and restarts around a fork itself.
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     line = Line(socket.socket(fileno=int(fd)))
     server = _Server(line)

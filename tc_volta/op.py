@@ -5,7 +5,7 @@ The op carries the kernel's name as an argument and chooses "auto" when it runs,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor

@@ -21,7 +21,6 @@ WANTED = {
     "segv-after": ("crashed", "SIGSEGV after its result was written"),
     "sigkill": ("crashed", "SIGKILL before a result; not sent by the harness"),
     "oom-host": ("oom", "MemoryError"),
-    "oom-device": ("skipped", "device memory runs out only where there is a device"),
     "sleep": ("timeout", "deadline of 2 s; ended by SIGTERM"),
     "print": ("timeout", "deadline of 2 s; ended by SIGTERM"),
     "ignore-term": ("timeout", "deadline of 2 s; ended by SIGKILL"),

@@ -20,7 +20,8 @@ from probes.models.build import twin
 from probes.parity import Losses, compare
 from probes.train_step.training import Training, checkpoint_layers
 
-# As a GradScaler would: fp16 gradients of an amp step underflow without it. A power of two, so exact.
+# As a GradScaler would: most small fp16 gradients underflow without it, and the check would be blind to them. The
+# loss of all three is scaled alike, by a power of two, so exactly; the reference's gradients too.
 _FP16_SCALE = 1024.0
 Grads = dict[str, Tensor]
 
@@ -61,10 +62,16 @@ def _reference(training: Training) -> tuple[str, float, Grads]:
     if training.device == "cpu":
         model = _twin(training, torch.float64, "eager")
         with float64_everywhere():
-            return "float64, eager attention", *_gradients(training, model, autocast=False)
+            return _named("float64, eager attention", training), *_gradients(training, model, autocast=False)
     model = _twin(training, torch.float32, "sdpa")
     with _without_tf32(), sdpa_kernel(SDPBackend.MATH):
-        return "float32 without TF32, math attention", *_gradients(training, model, autocast=False)
+        name = _named("float32 without TF32, math attention", training)
+        return name, *_gradients(training, model, autocast=False)
+
+
+def _named(reference: str, training: Training) -> str:
+    scale = _scale(training)
+    return reference if scale == 1.0 else f"{reference}; loss of all scaled by {scale:g}"
 
 
 def _twin(training: Training, dtype: torch.dtype | None, attention: str) -> PreTrainedModel:
@@ -75,17 +82,20 @@ def _twin(training: Training, dtype: torch.dtype | None, attention: str) -> PreT
 
 
 def _gradients(training: Training, model: PreTrainedModel, autocast: bool = True) -> tuple[float, Grads]:
-    """Loss and every parameter's gradient, moved out of the model."""
+    """Loss, and every parameter's gradient of the scaled loss, moved out of the model."""
     model.zero_grad(set_to_none=True)
-    scale = _FP16_SCALE if training.amp and training.dtype == torch.float16 and autocast else 1.0
     loss = training.loss(model, autocast)
-    (loss * scale).backward()
+    (loss * _scale(training)).backward()
     grads: Grads = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            grads[name] = parameter.grad.div_(scale) if scale != 1.0 else parameter.grad
+            grads[name] = parameter.grad
             parameter.grad = None
     return float(loss.detach()), grads
+
+
+def _scale(training: Training) -> float:
+    return _FP16_SCALE if training.dtype == torch.float16 else 1.0
 
 
 @contextlib.contextmanager
