@@ -22,7 +22,7 @@ from harness.rows import Result
 from harness.wire import Ended
 from probes import train_step
 
-AXES = {"model": "tiny-qwen2", "attention": "sdpa", "dtype": "fp32", "seq": 128}
+AXES = {"model": "tiny-qwen2-4h", "attention": "sdpa", "dtype": "fp32", "seq": 128}
 _ids = itertools.count()
 
 

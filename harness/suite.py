@@ -6,12 +6,13 @@ device is touched and without importing torch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -219,11 +220,16 @@ def _check_axes(file: SuiteFile, probe: Probe, place: str) -> None:
         _axis_value(axis, value, probe, f"{place}: baseline.{axis}")
 
 
+@functools.cache
+def _axis_kinds(axes: type[Axes]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(axes)}
+
+
 def _axis_value(axis: str, value: AxisValue, probe: Probe, place: str) -> AxisValue:
-    fields = {f.name: f for f in msgspec.structs.fields(probe.axes)}
-    if axis not in fields:
-        raise unknown(f"axis of probe {probe.name!r}", axis, fields, place)
-    kind = fields[axis].type
+    kinds = _axis_kinds(probe.axes)
+    if axis not in kinds:
+        raise unknown(f"axis of probe {probe.name!r}", axis, kinds, place)
+    kind = kinds[axis]
     try:
         return typing.cast(AxisValue, msgspec.convert(value, kind))
     except msgspec.ValidationError as error:
