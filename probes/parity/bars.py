@@ -1,0 +1,190 @@
+"""How far a tensor may be off, and the verdict.
+
+    bar = 2 * eager's own error on this tensor        (8 * for fewer than 1,024 elements)
+          at least 0.8 u                              rounding alone
+          at least 32 u_ref, or 8 u_ref               what the reference itself does not resolve
+          at most 0.5, or twice eager's error         so that zeros (error 1) never pass for a gradient
+
+u is the dtype's unit roundoff, 2**-24, 2**-11 or 2**-8 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+ed., section 2.1); u_ref is the reference's. Rounding exact values alone costs 0.4 u in this norm (measured: an error
+uniform in a half-ulp, values spread over a binade), and twice that is granted. The factor 2 is that of
+benchmarks/dynamo's comparator for float32, here for all dtypes. A small vector, a bias or a norm's weight, is a sum
+over all tokens whose terms cancel (a key bias moves every score of a query alike, which softmax ignores), so eager's
+error on it is one draw from a wide distribution: an honest second attention kernel was up to 3.05 times eager on key
+biases, and up to 1.53 times on 1,100 matrices (tiny models, three dtypes, six seeds). benchmarks/dynamo takes 8 below
+500 elements.
+
+Where eager's error reaches 1 it is no better than zeros: a gradient that is zero but for rounding. The tensor is
+then held to ten times eager's error, and the verdict is a caveat, as it is from an error of 0.1 on.
+
+Without eager the bar is fixed: 8 u for float16 and bfloat16, whose products are added up in float32, so that a few
+roundings on the way in and out are all; 32 u for float32 and float64, which add up in themselves.
+
+The loss is one number: at most twice eager's relative error, or a floor. In half precision models take it in
+float32 (honest: up to 0.02 u), so 1.25 u is generous and still rejects half a per cent in bfloat16; in float32 it
+is a sum of many terms in its own dtype (honest: up to 2.6 u), so 8 u.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.rows import Verdict
+
+UNIT_ROUNDOFF = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
+_HALF = (torch.float16, torch.bfloat16)
+ROUNDING = 0.4
+FACTOR, SMALL_FACTOR, SMALL = 2.0, 8.0, 1024
+CAP = 0.5
+NOISY, NOISE, NOISE_FACTOR = 0.1, 1.0, 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One tensor, or the loss: errors are RMS(x - reference) / RMS(reference)."""
+
+    name: str
+    error: float = math.inf
+    eager_error: float | None = None  # None: no eager, or one that is not finite
+    cosine: float | None = None
+    largest: float = 0.0  # |candidate - reference|
+    outliers: int = 0
+    elements: int = SMALL
+    problem: str = ""  # why there is no error to tell: a name, shape, dtype or non-finite values
+    nonfinite: bool = False
+    note: str = ""  # makes an ok a caveat
+    is_loss: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A verdict and its one-line reason."""
+
+    verdict: Verdict
+    reason: str
+
+
+def resolution(reference: torch.dtype) -> float:
+    """The least relative error that a reference of this dtype can tell from its own. Also the fixed bar."""
+    return (8.0 if reference in _HALF else 32.0) * UNIT_ROUNDOFF.get(reference, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """The bars of one comparison."""
+
+    fixed: float  # without eager
+    floor: float
+    loss_floor: float
+    coarse: bool  # the reference rounds as coarsely as the candidate
+
+    @staticmethod
+    def of(dtype: torch.dtype, reference: Mapping[str, Tensor]) -> Bars:
+        """Those for a candidate computed in `dtype`; the coarsest tensor of the reference counts."""
+        u = UNIT_ROUNDOFF[dtype]
+        dtypes = {t.dtype for t in reference.values()} or {torch.float64}
+        resolved = max(map(resolution, dtypes))
+        return Bars(
+            fixed=max(resolution(dtype), resolved),
+            floor=max(FACTOR * ROUNDING * u, resolved),
+            loss_floor=max((1.25 if dtype in _HALF else 8.0) * u, resolved / 4),
+            coarse=max(UNIT_ROUNDOFF.get(d, 1.0) for d in dtypes) >= u,
+        )
+
+    def bar(self, m: Measured) -> float:
+        """The largest error at which the tensor (or the loss) still passes."""
+        if m.eager_error is None:
+            return self.loss_floor if m.is_loss else self.fixed
+        if m.is_loss:
+            return max(self.loss_floor, FACTOR * m.eager_error)
+        if m.eager_error >= NOISE:
+            return NOISE_FACTOR * m.eager_error
+        factor = SMALL_FACTOR if m.elements < SMALL else FACTOR
+        most = max(CAP, FACTOR * m.eager_error)
+        return max(self.floor, min(factor * m.eager_error, most))
+
+    def times_over(self, m: Measured) -> float:
+        """Error over bar; what is wrong otherwise comes first."""
+        if m.problem:
+            return math.inf
+        return max(m.error / self.bar(m), 1.0 + m.outliers if m.outliers else 0.0)
+
+
+def judge(tensors: list[Measured], loss: Measured | None, bars: Bars) -> Judged:
+    """The verdict on all tensors and the loss, with a reason that names the worst."""
+    everything = [*tensors, *([loss] if loss else [])]
+    if not tensors:
+        return Judged(verdict="mismatch", reason="no tensors to compare")
+    if wrong := broken(everything) or _over(everything, bars) or _wild(everything):
+        return wrong
+    worst = max(everything, key=bars.times_over)
+    what = f"{len(tensors)} tensors{' and the loss' if loss else ''} within their bars"
+    fine = f"{what}; nearest {_numbers(worst, bars)}"
+    if doubt := _doubt(everything, bars):
+        return Judged(verdict="caveat", reason=f"{fine}; {doubt}")
+    return Judged(verdict="ok", reason=fine)
+
+
+def broken(everything: list[Measured]) -> Judged | None:
+    """The verdict on what no error can be told of, non-finite values first; None where there is no such thing."""
+    found = [m for m in everything if m.problem]
+    if not found:
+        return None
+    first = next((m for m in found if m.nonfinite), found[0])
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    verdict: Verdict = "nonfinite" if first.nonfinite else "mismatch"
+    return Judged(verdict=verdict, reason=f"{first.name}: {first.problem}{more}")
+
+
+def _over(everything: list[Measured], bars: Bars) -> Judged | None:
+    over = [m for m in everything if not m.error <= bars.bar(m)]
+    if not over:
+        return None
+    worst = max(over, key=lambda m: m.error / bars.bar(m))
+    return Judged(
+        verdict="mismatch",
+        reason=f"{_numbers(worst, bars)}; {len(over)} of {len(everything)} over their bar",
+    )
+
+
+def _wild(everything: list[Measured]) -> Judged | None:
+    wild = [m for m in everything if m.outliers]
+    if not wild:
+        return None
+    m = max(wild, key=lambda m: m.outliers)
+    count = f"{m.outliers} of {m.elements:,} elements off by up to {m.largest:.2e}"
+    return Judged(
+        verdict="mismatch", reason=f"{m.name}: {count}, beyond what rounding explains; {_errors(m)}"
+    )
+
+
+def _doubt(everything: list[Measured], bars: Bars) -> str:
+    """Why what passed is still no plain ok, or ""."""
+    if bars.coarse:
+        return "the reference is no more precise than the candidate"
+    if noted := [m for m in everything if m.note]:
+        return f"{noted[0].name}: {noted[0].note}"
+    noisy = [m for m in everything if m.eager_error is not None and m.eager_error > NOISY]
+    if noisy:
+        m = max(noisy, key=lambda m: m.eager_error or 0.0)
+        return f"{m.name} is rounding noise even in eager (error {m.eager_error:.1e})"
+    return ""
+
+
+def _numbers(m: Measured, bars: Bars) -> str:
+    return f"{m.name}: {_errors(m)}, bar {bars.bar(m):.2e}"
+
+
+def _errors(m: Measured) -> str:
+    eager = "no eager" if m.eager_error is None else f"eager's own {m.eager_error:.2e}"
+    return f"error {m.error:.2e}, {eager}"
