@@ -7,9 +7,10 @@
 Importing registers the op and changes nothing else.
 """
 
+from tc_volta.choice import Choice, choose, usable
 from tc_volta.compiler import Report, compile, compile_layers, compile_mlp_only, decoder_layers, report
 from tc_volta.kernels import KERNELS, Kernel
-from tc_volta.op import Choice, choose, flash_attn, usable
+from tc_volta.op import flash_attn, flash_attn_backward
 from tc_volta.policy import Decision, DeviceFacts, decision, device_facts, policy
 from tc_volta.request import Request, request_of
 from tc_volta.routing import Routing, attention_name, register_flash_attn_volta
@@ -32,6 +33,7 @@ __all__ = [
     "decoder_layers",
     "device_facts",
     "flash_attn",
+    "flash_attn_backward",
     "policy",
     "register_flash_attn_volta",
     "report",

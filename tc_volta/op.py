@@ -5,56 +5,17 @@ The op carries the kernel's name as an argument and chooses "auto" when it runs,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import contextlib
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from tc_volta.bias import bias_of, unsee
+from tc_volta.choice import choose
 from tc_volta.kernels import KERNELS, Kernel, Saved, math_backward
-from tc_volta.request import (
-    Request,
-    as_bshd,
-    bias_of,
-    check,
-    expand,
-    lse_dtype,
-    reduce,
-    request_of,
-    unsee,
-)
-
-
-class Choice(NamedTuple):
-    """A kernel and why it was taken."""
-
-    kernel: str
-    reason: str
-
-
-def choose(request: Request, kernel: str = "auto") -> Choice:
-    """The kernel that serves the request, with the reason. Runs nothing.
-
-    Raises ValueError for an unknown kernel, and for a named kernel that cannot serve: never another instead.
-    """
-    if kernel != "auto":
-        if kernel not in KERNELS:
-            raise ValueError(f"unknown kernel {kernel!r}; there are auto, {', '.join(KERNELS)}")
-        why = KERNELS[kernel].unusable(request)
-        if why:
-            raise ValueError(f"kernel {kernel!r} cannot serve this call: {why}")
-        return Choice(kernel, "asked for")
-    passed: list[str] = []
-    for name, record in KERNELS.items():
-        why = record.unusable(request)
-        if not why:
-            return Choice(name, "; ".join(passed) or "the fastest here")
-        passed.append(f"not {name}: {why}")
-    raise AssertionError("the math kernel serves every request")
-
-
-def usable(request: Request) -> dict[str, str]:
-    """Every kernel, with "" or the reason why it cannot serve the request."""
-    return {name: record.unusable(request) for name, record in KERNELS.items()}
+from tc_volta.layout import as_bshd, dense, empty_bshd, expand, packed, reduce
+from tc_volta.request import Request, check, lse_dtype, request_of
 
 
 def flash_attn(
@@ -65,7 +26,7 @@ def flash_attn(
     attn_mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
-    window: int = 0,
+    window: int | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -74,21 +35,65 @@ def flash_attn(
     Shapes: q [B, H, S, D]; k, v [B, G, T, D], H a multiple of G (grouped queries); attn_mask broadcastable to
             [B, H, S, T], bool (True: may look) or additive. Returns out [B, H, S, D], and with return_lse also
             lse [B, H, S], the natural log of the sum of exp(scaled score), -inf where a query saw no key.
-    Causal: S must equal T. window: keys seen by a query, itself included (needs causal); 0 for all.
+    Causal: S must equal T. window: keys seen by a query, itself included (needs causal); None for all.
     kernel: "auto", or a name of `KERNELS`; a named kernel that cannot serve raises.
     Autocast: q, k, v are cast to autocast's dtype, as scaled_dot_product_attention's are.
     Raises: ValueError with both numbers. Dropout is not offered. A gradient of lse is right, computed by the
             math backward (memory of S x T scores).
     """
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype):
+    q, k, v = _autocast(q, k, v)
+    if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.to(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    out, lse = torch.ops.tc_volta.flash_attn(q, k, v, attn_mask, causal, scale, window, kernel)
+    out, lse = torch.ops.tc_volta.flash_attn(q, k, v, attn_mask, causal, scale, window or 0, kernel)
     return (out, lse) if return_lse else out
+
+
+def flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The share of (dq, dk, dv) that the keys given account for; for attention over several blocks of keys.
+
+    Shapes as in `flash_attn`; `out` and `lse` are those over *all* blocks (merged), k and v are one block.
+    Raises ValueError as `flash_attn` does.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    grads = torch.ops.tc_volta.flash_attn_backward(
+        dout, None, q, k, v, out, lse, attn_mask, causal, scale, window or 0, kernel
+    )
+    return cast("tuple[Tensor, Tensor, Tensor]", grads)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The inputs in autocast's dtype where it is on. float64 stays, as in torch's own rule for such ops.
+
+    torch.library.register_autocast fixes one dtype for good, while a caller's autocast may be float16 or bfloat16.
+    """
+    device = tensors[0].device.type
+    if not _autocasting(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _autocasting(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _as_is(device: str) -> contextlib.AbstractContextManager[object]:
+    """Autocast off: it would reach into a kernel, and compute the math kernel's float32 products in half."""
+    return torch.autocast(device, enabled=False) if _autocasting(device) else contextlib.nullcontext()
 
 
 @torch.library.custom_op("tc_volta::flash_attn", mutates_args=())
@@ -102,16 +107,17 @@ def _forward(
     window: int,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    check(q, k, v, causal, window)
+    check(q, k, v, mask, causal, window)
     request = request_of(q, k, mask, causal, window)
     record = KERNELS[choose(request, kernel).kernel]
     if 0 in q.shape or 0 in k.shape:  # an empty block kills the CPU kernel's process
         lse = torch.full(q.shape[:3], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
-        return _empty_like_out(q).zero_(), lse
-    call = _Call(record, request, q, k, v, mask)
-    out, lse = record.forward(call.q, call.k, call.v, call.bias, call.causal, call.window, scale)
-    out, lse = unsee(out, lse, call.blind)
-    return as_bshd(out), lse.contiguous()
+        return empty_bshd(q).zero_(), lse
+    with _as_is(q.device.type):
+        call = _Call(record, request, q, k, v, mask)
+        out, lse = record.forward(call.q, call.k, call.v, call.bias, call.causal, call.window, scale)
+        out, lse = unsee(out, lse, call.blind)
+    return as_bshd(out), packed(lse)
 
 
 @_forward.register_fake
@@ -125,7 +131,7 @@ def _(
     window: int,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    return _empty_like_out(q), q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    return empty_bshd(q), q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
 
 
 @torch.library.custom_op("tc_volta::flash_attn_backward", mutates_args=())
@@ -143,30 +149,19 @@ def _backward(
     window: int,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check(q, k, v, mask, causal, window)
     if 0 in q.shape or 0 in k.shape:
-        return _empty_like_out(q).zero_(), _empty_like_out(k).zero_(), _empty_like_out(v).zero_()
+        return empty_bshd(q).zero_(), empty_bshd(k).zero_(), empty_bshd(v).zero_()
     request = request_of(q, k, mask, causal, window)
     # Fused kernels form rowsum(dO * O) themselves, so a gradient of lse has no way in.
     record = KERNELS["math" if dlse is not None else choose(request, kernel).kernel]
-    call = _Call(record, request, q, k, v, mask)
-    if call.blind is not None:  # such a row's probabilities are zero: exp(score - inf)
-        dout = dout.masked_fill(call.blind, 0.0)
-        lse = lse.masked_fill(call.blind.squeeze(-1), torch.inf)
-        dlse = None if dlse is None else dlse.masked_fill(call.blind.squeeze(-1), 0.0)
-    saved = Saved(
-        q=call.q,
-        k=call.k,
-        v=call.v,
-        out=out,
-        lse=lse,
-        bias=call.bias,
-        causal=call.causal,
-        window=call.window,
-        scale=scale,
-    )
-    grads = math_backward(dout, saved, dlse) if record.name == "math" else record.backward(dout, saved)
-    dq, dk, dv = grads
-    return as_bshd(dq), as_bshd(reduce(dk, k.shape[1])), as_bshd(reduce(dv, v.shape[1]))
+    with _as_is(q.device.type):
+        call = _Call(record, request, q, k, v, mask)
+        saved, dout, dlse = call.saved(out, lse, scale, dout, dlse)
+        grads = math_backward(dout, saved, dlse) if record.name == "math" else record.backward(dout, saved)
+        dq, dk, dv = grads
+        dk, dv = reduce(dk, k.shape[1]), reduce(dv, v.shape[1])
+    return as_bshd(dq), as_bshd(dk), as_bshd(dv)
 
 
 @_backward.register_fake
@@ -184,11 +179,11 @@ def _(
     window: int,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_like_out(q), _empty_like_out(k), _empty_like_out(v)
+    return empty_bshd(q), empty_bshd(k), empty_bshd(v)
 
 
 class _Call:
-    """Inputs as one kernel wants them: heads expanded, mask and window as a bias."""
+    """Inputs as one kernel wants them: rows dense, heads expanded, mask and window as a bias."""
 
     def __init__(
         self, record: Kernel, request: Request, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
@@ -197,13 +192,30 @@ class _Call:
         self.window = request.window if native_window else 0
         self.bias, self.blind = (None, None) if native_window else bias_of(mask, request, q)
         self.causal = request.causal and self.bias is None
-        self.q = q
-        self.k, self.v = (k, v) if record.grouped else (expand(k, q.shape[1]), expand(v, q.shape[1]))
+        heads = request.kv_heads if record.grouped else request.heads
+        self.q, self.k, self.v = dense(q), expand(dense(k), heads), expand(dense(v), heads)
 
-
-def _empty_like_out(x_BHSD: Tensor) -> Tensor:
-    B, H, S, D = x_BHSD.shape
-    return x_BHSD.new_empty((B, S, H, D)).transpose(1, 2)
+    def saved(
+        self, out: Tensor, lse: Tensor, scale: float, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Saved, Tensor, Tensor | None]:
+        """What backward takes, with a blind query's share made zero: exp(score - inf)."""
+        if self.blind is not None:
+            row = self.blind.squeeze(-1)
+            dout = dout.masked_fill(self.blind, 0.0)
+            lse = lse.masked_fill(row, torch.inf)
+            dlse = None if dlse is None else dlse.masked_fill(row, 0.0)
+        saved = Saved(
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            out=dense(out),
+            lse=lse,
+            bias=self.bias,
+            causal=self.causal,
+            window=self.window,
+            scale=scale,
+        )
+        return saved, dense(dout), dlse
 
 
 def _setup(

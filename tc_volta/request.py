@@ -55,10 +55,31 @@ def request_of(
 
 
 def check(
-    q_BHSD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, causal: bool, window: int
+    q_BHSD: torch.Tensor,
+    k_BGTD: torch.Tensor,
+    v_BGTD: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    window: int,
 ) -> None:
     """Raise ValueError, with both numbers and the rule, for what no kernel can mean."""
     q, k, v = q_BHSD, k_BGTD, v_BGTD
+    _check_shapes(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; one is needed outside autocast"
+        )
+    if not q.is_floating_point():
+        raise ValueError(f"q, k, v are floating point; got {q.dtype}")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"causal needs as many queries as keys; got {q.shape[2]} and {k.shape[2]}")
+    if window < 0 or (window and not causal):
+        raise ValueError(f"window is {window}, causal {causal}: a window is positive, and looks back only")
+    if mask is not None:
+        _check_mask(mask, (*q.shape[:3], k.shape[2]))
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"q, k, v are [B, H, S, D]; got {q.dim()}, {k.dim()} and {v.dim()} dimensions")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
@@ -67,88 +88,18 @@ def check(
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key/value heads")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; one is needed outside autocast"
-        )
-    if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"causal needs as many queries as keys; got {q.shape[2]} and {k.shape[2]}")
-    if window < 0 or (window and not causal):
-        raise ValueError(f"window is {window}, causal {causal}: a window is positive, and looks back only")
+
+
+def _check_mask(mask: torch.Tensor, scores: tuple[int, ...]) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"attn_mask is bool (True: may look) or added to the scores; got {mask.dtype}")
+    fits = len(mask.shape) <= 4 and all(
+        have in (1, want) for have, want in zip(mask.shape[::-1], scores[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(f"attn_mask {tuple(mask.shape)} does not broadcast to [B, H, S, T] = {scores}")
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """Float32, as every fused kernel keeps it; float64 stays float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def bias_of(
-    mask: torch.Tensor | None, request: Request, like: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Mask, causality and window as one additive bias, and the queries that see no key.
-
-    mask: bool (True: may look) or additive, broadcastable to [B, H, S, T]. Returns (bias, blind), bias
-    [B or 1, H or 1, S, T] in the inputs' dtype with rows a multiple of 16 elements apart (fused kernels read
-    16 bytes at once), blind [.., S, 1] bool or None. A blind row's bias is 0: kernels disagree on a row of -inf
-    (CPU flash answers lse 0), so it looks at everything and its output is overwritten by `unsee`.
-    """
-    if mask is None and not request.window:
-        return None, None
-    allowed = _structure(request, like.device)
-    if mask is not None and mask.dtype == torch.bool:
-        allowed = mask if allowed is None else allowed & mask
-        mask = None
-    full = (mask if mask is not None else allowed).shape  # type: ignore[union-attr]
-    if allowed is not None:
-        full = torch.broadcast_shapes(full, allowed.shape)
-    full = torch.broadcast_shapes(full, (1, 1, request.seq_q, request.seq_k))
-    padded = -(-request.seq_k // 16) * 16
-    bias = torch.zeros((*full[:-1], padded), dtype=like.dtype, device=like.device)[..., : request.seq_k]
-    if mask is not None:
-        bias += mask
-    if allowed is not None:
-        bias.masked_fill_(~allowed, -torch.inf)
-    blind = (bias <= torch.finfo(like.dtype).min).all(-1, keepdim=True)
-    bias.masked_fill_(blind, 0.0)
-    return bias, blind
-
-
-def _structure(request: Request, device: torch.device) -> torch.Tensor | None:
-    """Causality and window as bool [1, 1, S, T]; None where neither is asked for."""
-    if not request.causal:
-        return None
-    back = torch.arange(request.seq_q, device=device)[:, None] - torch.arange(request.seq_k, device=device)
-    seen = back >= 0
-    if request.window:
-        seen &= back < request.window
-    return seen[None, None]
-
-
-def unsee(
-    out_BHSD: torch.Tensor, lse_BHS: torch.Tensor, blind: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zero the output and set lse to -inf where a query saw no key."""
-    if blind is None:
-        return out_BHSD, lse_BHS
-    return out_BHSD.masked_fill(blind, 0.0), lse_BHS.masked_fill(blind.squeeze(-1), -torch.inf)
-
-
-def expand(kv_BGTD: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, G, T, D] -> [B, H, T, D]: each key/value head for each query head of its group."""
-    if kv_BGTD.shape[1] == heads:
-        return kv_BGTD
-    return kv_BGTD.repeat_interleave(heads // kv_BGTD.shape[1], dim=1)
-
-
-def reduce(grad_BHTD: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[B, H, T, D] -> [B, G, T, D]: the gradient of `expand`, summed in float32."""
-    B, H, T, D = grad_BHTD.shape
-    if kv_heads == H:
-        return grad_BHTD
-    wide = torch.float64 if grad_BHTD.dtype == torch.float64 else torch.float32
-    return grad_BHTD.view(B, kv_heads, H // kv_heads, T, D).sum(2, dtype=wide).to(grad_BHTD.dtype)
-
-
-def as_bshd(x_BHSD: torch.Tensor) -> torch.Tensor:
-    """The same values, in memory as [B, S, H, D]: one layout for every kernel, known when tracing."""
-    return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
