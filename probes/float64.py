@@ -28,7 +28,7 @@ class NarrowOperation(AssertionError):
 
 @contextlib.contextmanager
 def float64_everywhere() -> Iterator[None]:
-    """Run forward and backward of a `.double()` model in float64 alone. Costs 10 microseconds an operation.
+    """Run forward and backward of a `.double()` model in float64 alone. Costs about 20 microseconds an operation.
 
     Weights and buffers are the caller's to widen, before. New tensors without a dtype are float64 as well (the
     default dtype, which is the process's, is put back at the end).
