@@ -8,10 +8,11 @@ Importing registers the op and changes nothing else.
 """
 
 from tc_volta.choice import Choice, choose, usable
-from tc_volta.compiler import Report, compile, compile_layers, compile_mlp_only, decoder_layers, report
+from tc_volta.compiler import compile, compile_layers, compile_mlp_only, decoder_layers
 from tc_volta.kernels import KERNELS, Kernel
 from tc_volta.op import flash_attn, flash_attn_backward
 from tc_volta.policy import Decision, DeviceFacts, decision, device_facts, policy
+from tc_volta.report import Report, report
 from tc_volta.request import Request, request_of
 from tc_volta.routing import Routing, attention_name, register_flash_attn_volta
 

@@ -1,76 +1,25 @@
-"""torch.compile with this device's policy, for one model; and a report of what really compiled.
+"""torch.compile with this device's policy, for one model: all of it, each decoder layer, or each layer's MLP.
 
-Settings travel through torch.compile's `options`, never through process-wide flags. `suppress_errors` is never
-used: after one suppressed failure Dynamo can stop compiling unrelated modules. The fallback is a backend of
-ours, which catches an error of Inductor, records it, and runs that one graph eagerly.
+Settings travel through torch.compile's backend for that model, never through process-wide flags. Models are
+compiled in place, with Module.compile: the same object comes back, and its state_dict keys stay as they are.
 """
 
 from __future__ import annotations
 
-import collections
-import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import difflib
+import types
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from tc_volta.policy import Decision, decision, device_facts, policy
+from tc_volta.backend import recording
+from tc_volta.policy import Decision, DeviceFacts, decision, policy
+from tc_volta.report import Report, keep
 
 M = TypeVar("M", bound=nn.Module)
-Backend = Callable[..., Any]
-_DYNAMO = torch._dynamo.exc
-# Dynamo's own messages to itself, which a backend must let through.
-_NOT_OURS = (_DYNAMO.RestartAnalysis, _DYNAMO.SkipFrame, _DYNAMO.Unsupported)
-
-
-@dataclass(kw_only=True)
-class Report:
-    """What was asked for, what was decided, what really compiled. Filled as graphs are compiled."""
-
-    asked: str
-    decisions: tuple[Decision, ...]
-    options: dict[str, Any]
-    graphs: int = 0
-    fallbacks: list[str] = field(default_factory=list)  # graphs that run eagerly, with Inductor's error
-    skipped: list[str] = field(default_factory=list)  # graphs that the backend had Dynamo skip
-    _before: dict[str, collections.Counter[str]] = field(default_factory=dict, repr=False)
-
-    @property
-    def graph_breaks(self) -> dict[str, int]:
-        """Reason -> count, of everything Dynamo traced since the model was compiled."""
-        return _since(self._before, "graph_break")
-
-    @property
-    def frames_given_up(self) -> int:
-        """Frames that Dynamo itself did not compile since the model was compiled."""
-        frames = _since(self._before, "frames")
-        return frames.get("total", 0) - frames.get("ok", 0)
-
-    @property
-    def eager(self) -> bool:
-        """Whether some of what was to be compiled runs eagerly."""
-        return bool(self.fallbacks or self.skipped or self.frames_given_up)
-
-    def __str__(self) -> str:
-        lines = [f"asked: {self.asked}", f"graphs compiled: {self.graphs}"]
-        lines += [f"runs eagerly: {why}" for why in self.fallbacks + self.skipped]
-        lines += [f"graph break ({n}x): {why}" for why, n in self.graph_breaks.items()]
-        if self.frames_given_up:
-            lines.append(f"frames Dynamo gave up: {self.frames_given_up}")
-        lines += [f"{d.name} = {d.value}: {d.reason}" for d in self.decisions]
-        return "\n".join(lines)
-
-
-_reports: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
-
-
-def report(model: nn.Module) -> Report:
-    """What compiling this model came to. Raises KeyError if it was not compiled by this library."""
-    if model not in _reports:
-        raise KeyError(f"{type(model).__name__} was not compiled by tc_volta")
-    return _reports[model]
+Device = torch.device | str | DeviceFacts
 
 
 def compile(
@@ -79,17 +28,20 @@ def compile(
     mode: str = "default",
     dynamic: bool | None = False,
     fullgraph: bool = False,
+    device: Device | None = None,
     options: Mapping[str, Any] | None = None,
     backend: str = "inductor",
 ) -> M:
-    """Compile the whole model in place; its state_dict keys stay as they are.
+    """Compile the whole model in place. Compiling again replaces what was compiled before.
 
     mode: a mode of Inductor ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs").
-    options: Inductor settings on top of the mode's. backend: "inductor", or "aot_eager" or "eager" to bisect.
-    Raises ValueError for an unknown mode, and for what the device's policy refuses.
+    device: whose policy rules; the parameters' own by default.
+    options: Inductor settings, over the mode's and over the policy's (the report notes it).
+    backend: "inductor", or another of Dynamo's, "aot_eager" or "eager" to bisect.
+    Raises ValueError for an unknown mode, option or backend, and for what the device's policy refuses.
     """
-    record = _begin(model, "model", mode, options)
-    _compile_each([model], record, dynamic, fullgraph, backend)
+    record = _planned(model, "model", mode, device, options, backend)
+    _compile_each(model, [model], record, dynamic, fullgraph, backend)
     return model
 
 
@@ -99,6 +51,7 @@ def compile_layers(
     mode: str = "default",
     dynamic: bool | None = False,
     fullgraph: bool = False,
+    device: Device | None = None,
     options: Mapping[str, Any] | None = None,
     backend: str = "inductor",
 ) -> M:
@@ -106,8 +59,9 @@ def compile_layers(
 
     Parameters and errors are those of `compile`; also ValueError for a model without a list of layers.
     """
-    record = _begin(model, "layers", mode, options)
-    _compile_each(decoder_layers(model), record, dynamic, fullgraph, backend)
+    layers = decoder_layers(model)
+    record = _planned(model, "layers", mode, device, options, backend)
+    _compile_each(model, layers, record, dynamic, fullgraph, backend)
     return model
 
 
@@ -117,6 +71,7 @@ def compile_mlp_only(
     mode: str = "default",
     dynamic: bool | None = False,
     fullgraph: bool = False,
+    device: Device | None = None,
     options: Mapping[str, Any] | None = None,
     backend: str = "inductor",
 ) -> M:
@@ -124,13 +79,9 @@ def compile_mlp_only(
 
     Parameters and errors are those of `compile_layers`; also ValueError for a layer without `mlp`.
     """
-    record = _begin(model, "mlp", mode, options)
-    layers = decoder_layers(model)
-    if without := [
-        type(layer).__name__ for layer in layers if not isinstance(getattr(layer, "mlp", None), nn.Module)
-    ]:
-        raise ValueError(f"{without[0]} has no module `mlp` to compile")
-    _compile_each([layer.mlp for layer in layers], record, dynamic, fullgraph, backend)  # type: ignore[misc]
+    mlps = [_mlp(layer) for layer in decoder_layers(model)]
+    record = _planned(model, "mlp", mode, device, options, backend)
+    _compile_each(model, mlps, record, dynamic, fullgraph, backend)
     return model
 
 
@@ -148,25 +99,42 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     raise ValueError(f"{type(model).__name__} has no decoder layers: looked for `layers` and `model.layers`")
 
 
-def _begin(model: nn.Module, what: str, mode: str, options: Mapping[str, Any] | None) -> Report:
+def _mlp(layer: nn.Module) -> nn.Module:
+    mlp = getattr(layer, "mlp", None)
+    if not isinstance(mlp, nn.Module):
+        raise ValueError(f"{type(layer).__name__} has no module `mlp` to compile")
+    return mlp
+
+
+def _planned(
+    model: nn.Module,
+    what: str,
+    mode: str,
+    device: Device | None,
+    options: Mapping[str, Any] | None,
+    backend: str,
+) -> Report:
+    """Everything decided and checked, and nothing touched yet."""
     modes = torch._inductor.list_mode_options()
-    if mode not in modes:
-        raise ValueError(f"unknown mode {mode!r}; there are {', '.join(modes)}")
+    _known("mode", mode, modes)
+    _known("backend", backend, ["inductor", *torch._dynamo.list_backends(None)])
+    for name in options or {}:
+        _known("Inductor option", name, torch._inductor.list_options())
     parameter = next(model.parameters(), None)
-    device = parameter.device if parameter is not None else torch.device("cpu")
-    decisions = policy(device_facts(device))
+    if device is None:
+        device = parameter.device if parameter is not None else "cpu"
+    decisions = policy(device)
     _refuse(model, decisions)
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", None):
-        config.use_cache = decision(decisions, "use_cache").value  # type: ignore[union-attr]
-    record = Report(
-        asked=f"{what}, mode {mode}",
-        decisions=decisions,
-        options={**_settings(modes[mode], decisions), **(options or {})},
-    )
-    record._before = _counters()
-    _reports[model] = record
-    return record
+    settings, notes = _settled(mode, modes[mode], decisions, options or {})
+    return Report(asked=f"{what}, mode {mode}", decisions=decisions, options=settings, notes=notes)
+
+
+def _known(what: str, word: str, words: Iterable[str]) -> None:
+    words = list(words)
+    if word not in words:
+        near = difflib.get_close_matches(word, words, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(words[:20])}"
+        raise ValueError(f"unknown {what} {word!r}; {hint}")
 
 
 def _refuse(model: nn.Module, decisions: Iterable[Decision]) -> None:
@@ -175,54 +143,59 @@ def _refuse(model: nn.Module, decisions: Iterable[Decision]) -> None:
         raise ValueError(f"bfloat16 parameters: {refused['bf16'].reason}")
 
 
-def _settings(mode: Mapping[str, Any], decisions: tuple[Decision, ...]) -> dict[str, Any]:
-    """The mode's Inductor settings, less what the device's policy turns off."""
-    settings = dict(mode)
-    if settings.get("triton.cudagraphs") and not decision(decisions, "cudagraphs").value:
-        settings["triton.cudagraphs"] = False
-    gemm = {d.name: d.value for d in decisions}.get("triton_gemm_autotune", True)
-    if settings.get("max_autotune") and not gemm:
-        settings["max_autotune_gemm_backends"] = "ATEN"
-    return settings
+def _settled(
+    mode: str, of_mode: Mapping[str, Any], decisions: tuple[Decision, ...], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The mode's Inductor settings, less what the policy turns off, under the caller's; and where they differ."""
+    settings, notes = {**of_mode, **options}, []
+    off = {d.name: d for d in decisions if d.value is False}
+    for name, trigger, setting, value in (
+        ("cudagraphs", "triton.cudagraphs", "triton.cudagraphs", False),
+        ("triton_gemm_autotune", "max_autotune", "max_autotune_gemm_backends", "ATEN"),
+    ):
+        if name not in off or not settings.get(trigger):
+            continue
+        if setting in options:
+            notes.append(f"options set {setting} = {options[setting]} against the policy: {off[name].reason}")
+        else:
+            settings[setting] = value
+            notes.append(f"mode {mode}, less what the policy turns off: {setting} = {value}")
+    return settings, tuple(notes)
 
 
 def _compile_each(
-    modules: list[nn.Module], record: Report, dynamic: bool | None, fullgraph: bool, backend: str
+    model: nn.Module,
+    modules: list[nn.Module],
+    record: Report,
+    dynamic: bool | None,
+    fullgraph: bool,
+    backend: str,
 ) -> None:
-    recording = _recording(record, backend)
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", None):
+        config.use_cache = decision(record.decisions, "use_cache").value  # type: ignore[union-attr]
+    for module in model.modules():
+        module._compiled_call_impl = None  # what Module.compile sets; it has no public undo
+    keep(model, record)
+    how: dict[str, Any] = {"backend": recording(record, backend), "dynamic": dynamic, "fullgraph": fullgraph}
+    code = _entry(model).__code__.replace()
     for module in modules:
-        module.compile(backend=recording, dynamic=dynamic, fullgraph=fullgraph)
+        if type(module).forward.__module__.startswith("torch."):
+            module._compiled_call_impl = torch.compile(_entry(module, code), **how)
+        else:
+            module.compile(**how)
 
 
-def _recording(record: Report, backend: str) -> Backend:
-    """A backend that counts graphs, and runs one eagerly, recorded, where the real backend fails on it."""
+def _entry(module: nn.Module, code: types.CodeType | None = None) -> types.FunctionType:
+    """A way into a module of torch's own, nn.Sequential say, which Module.compile leaves eager without a word.
 
-    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> Callable[..., Any]:
-        try:
-            compiled = _through(backend, graph, inputs, record.options)
-        except _NOT_OURS as message:
-            record.skipped.append(f"{type(message).__name__}: {str(message)[:500]}")
-            raise
-        except Exception as error:  # whatever a compiler raises is this graph's failure, and is reported
-            record.fallbacks.append(f"{type(error).__name__}: {str(error)[:2000]}")
-            return cast("Callable[..., Any]", graph.forward)
-        record.graphs += 1
-        return cast("Callable[..., Any]", compiled)
+    Dynamo skips frames of torch's files. Each model brings a copy of the code, since Dynamo keeps graphs, and
+    counts them against its limit, by code object.
+    """
 
-    return compile_graph
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
 
-
-def _through(backend: str, graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Any:
-    if backend == "inductor":
-        return torch._inductor.compile(graph, inputs, options=options)
-    return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-
-def _counters() -> dict[str, collections.Counter[str]]:
-    """A copy of Dynamo's counters, the one place that reads them here."""
-    return {name: collections.Counter(values) for name, values in torch._dynamo.utils.counters.items()}
-
-
-def _since(before: dict[str, collections.Counter[str]], name: str) -> dict[str, int]:
-    now = collections.Counter(torch._dynamo.utils.counters.get(name, {}))
-    return dict(now - before.get(name, collections.Counter()))
+    entry = cast("types.FunctionType", forward)
+    entry.__code__ = code or entry.__code__
+    return entry
