@@ -72,9 +72,11 @@ def _efficient_backward(dout: torch.Tensor, s: Saved) -> Triple:
 
 
 def _xformers_unusable(r: Request) -> str:
-    why = _cutlass_unusable(r)
-    if why:
-        return why
+    return _cutlass_unusable(r) or _xformers_missing()
+
+
+def _xformers_missing() -> str:
+    """Why xformers cannot be used. Imported here, late: its import initialises CUDA, which a fork must not inherit."""
     try:
         import xformers.ops.fmha.cutlass  # noqa: F401
     except ImportError as error:

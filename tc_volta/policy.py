@@ -105,20 +105,31 @@ def _cudagraphs(facts: DeviceFacts) -> Decision:
 
 
 def _gemm_autotune(facts: DeviceFacts) -> Decision:
-    if facts.capability < (8, 0) and _at_least(facts.triton, (3, 3)):
-        return Decision(
-            name="triton_gemm_autotune",
-            value=False,
-            reason=f"Triton {facts.triton} has no matrix instructions below sm_80: tl.dot becomes scalar FMA, so "
-            "its GEMM candidates cost compile time and never win",
-            source="offline compile for sm_70: 2,048 fma in place of mma; triton PR#5066, PR#5099",
-        )
+    why, source = _no_triton_gemm(facts)
     return Decision(
         name="triton_gemm_autotune",
-        value=True,
-        reason="allowed where a mode asks for it",
-        source="Triton has matrix instructions for this card",
+        value=not why,
+        reason=why or "allowed where a mode asks for it",
+        source=source or "Triton has matrix instructions for this card",
     )
+
+
+def _no_triton_gemm(facts: DeviceFacts) -> tuple[str, str]:
+    """Why Inductor should not offer Triton's matrix products, with the source; empty where it may."""
+    if not facts.triton:
+        return "Triton is not installed", "the installed packages"
+    if facts.capability < (8, 0) and _at_least(facts.triton, (3, 3)):
+        return (
+            f"Triton {facts.triton} has no matrix instructions below sm_80: tl.dot becomes scalar FMA, so "
+            "its GEMM candidates cost compile time and never win",
+            "offline compile for sm_70: 2,048 fma in place of mma; triton PR#5066, PR#5099",
+        )
+    if facts.capability < (7, 5) and _at_least(facts.triton, (2, 2)):
+        return (
+            f"Triton {facts.triton} on Volta: float16 tl.dot gave zeros, and 3.2 aborts where a reduction follows",
+            "triton#4037, #3478; offline compile for sm_70",
+        )
+    return "", ""
 
 
 def _bf16(facts: DeviceFacts) -> Decision:
@@ -139,7 +150,8 @@ def _kv_heads(facts: DeviceFacts) -> Decision:
     return Decision(
         name="expand_kv_heads",
         value=expand,
-        reason="enable_gqa would fall to the math kernel below sm_80: O(S*S) memory"
+        reason="enable_gqa would fall to the math kernel below sm_80, O(S*S) memory: tc_volta's attention expands "
+        "the heads itself, transformers' own sdpa does not"
         if expand
         else "a fused kernel takes grouped queries here",
         source="pytorch#154363, PR#191085 (native from torch 2.14)",

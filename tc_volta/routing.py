@@ -60,8 +60,17 @@ def _for_transformers(kernel: str) -> Callable[..., tuple[Tensor, None]]:
                 raise ValueError(f"{name} is given; tc_volta's attention does not know it")
         wanted = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         causal = wanted and attention_mask is None and query.shape[2] > 1
+        # A mask holds the window already; without one, a window as long as the sequence is none.
+        window = others.get("sliding_window") if causal else None
         out = flash_attn(
-            query, key, value, attn_mask=attention_mask, causal=causal, scale=scaling, kernel=kernel
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            causal=causal,
+            scale=scaling,
+            window=window if window and window < key.shape[2] else None,
+            kernel=kernel,
         )
         return out.transpose(1, 2), None  # type: ignore[union-attr]
 
@@ -69,19 +78,35 @@ def _for_transformers(kernel: str) -> Callable[..., tuple[Tensor, None]]:
 
 
 class Routing:
-    """F.scaled_dot_product_attention goes through tc_volta::flash_attn until `undo`. A context manager too."""
+    """F.scaled_dot_product_attention goes through tc_volta::flash_attn until `undo`. A context manager too.
+
+    Routings nest: the latest rules, and undoing one leaves the others. Functions that were compiled before are
+    compiled anew, since Dynamo guards on the function; `from torch.nn.functional import …` taken earlier is out of
+    reach.
+    """
 
     def __init__(self, kernel: str) -> None:
-        self._original = F.scaled_dot_product_attention
-        self._active = True
         self.passed_on: dict[str, int] = {}  # reason -> eager calls that went to torch's own instead
-        F.scaled_dot_product_attention = self._routed(kernel)
+        self._active = True
+        if not _stack:
+            _original.append(F.scaled_dot_product_attention)
+        self._function = self._routed(kernel, _original[-1])
+        _stack.append(self)
+        F.scaled_dot_product_attention = self._function
 
     def undo(self) -> None:
-        """Give F.scaled_dot_product_attention back; again is harmless."""
-        if self._active:
-            F.scaled_dot_product_attention = self._original
-            self._active = False
+        """Give F.scaled_dot_product_attention back; again is harmless.
+
+        Where another library has replaced it since, its function stays, and ours below it only passes calls on.
+        """
+        if not self._active:
+            return
+        self._active = False
+        _stack.remove(self)
+        ours = F.scaled_dot_product_attention is self._function
+        before = _stack[-1]._function if _stack else _original.pop()
+        if ours:
+            F.scaled_dot_product_attention = before
 
     def __enter__(self) -> Routing:
         return self
@@ -91,9 +116,7 @@ class Routing:
     ) -> None:
         self.undo()
 
-    def _routed(self, kernel: str) -> Callable[..., Tensor]:
-        original = self._original
-
+    def _routed(self, kernel: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def scaled_dot_product_attention(
             query: Tensor,
             key: Tensor,
@@ -105,8 +128,8 @@ class Routing:
             enable_gqa: bool = False,
         ) -> Tensor:
             why = _not_ours(query, key, value, attn_mask, dropout_p, is_causal)
-            if why:
-                if not torch.compiler.is_compiling():
+            if why or not self._active:
+                if self._active and not torch.compiler.is_compiling():
                     self.passed_on[why] = self.passed_on.get(why, 0) + 1
                 return original(
                     query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -123,8 +146,12 @@ def _not_ours(
 ) -> str:
     if dropout_p:
         return "dropout"
+    if query.is_nested:
+        return "nested tensors"
     if query.dim() != 4:
         return f"{query.dim()} dimensions"
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        return "batch sizes that broadcast"
     if key.shape[-1] != value.shape[-1]:
         return "head dims of K and V differ"
     if is_causal and query.shape[2] != key.shape[2]:
@@ -132,19 +159,17 @@ def _not_ours(
     return "a gradient of the mask" if mask is not None and mask.requires_grad else ""
 
 
-_routing: list[Routing] = []
+_stack: list[Routing] = []
+_original: list[Callable[..., Tensor]] = []  # torch's own, or whatever stood there before the first routing
 
 
 def register_flash_attn_volta(kernel: str = "auto") -> Routing:
     """Route F.scaled_dot_product_attention through tc_volta::flash_attn, process-wide. Opt-in; `undo` ends it.
 
     Calls that the op does not offer (dropout, causal with S != T) go to torch's own, and are counted with the
-    reason in `passed_on`. Routing twice replaces the first.
+    reason in `passed_on`. A kernel that was named and cannot serve a call raises there, as `flash_attn` does.
     Raises ValueError for an unknown kernel.
     """
     if kernel != "auto" and kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; there are auto, {', '.join(KERNELS)}")
-    while _routing:
-        _routing.pop().undo()
-    _routing.append(Routing(kernel))
-    return _routing[-1]
+    return Routing(kernel)
