@@ -73,7 +73,7 @@ def compare(
             return _without_reference(candidate, eager, reference_name, losses)
         names = _names(candidate, eager, reference)
         measured = [measure(name, candidate, eager, reference, dtype) for name in names]
-    bars = Bars.of(dtype, reference)
+    bars = Bars.of(dtype, reference, measured)
     judged = judge(measured, _loss(losses), bars)
     return _parity(judged, measured, bars, reference_name, losses)
 

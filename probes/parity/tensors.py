@@ -9,8 +9,8 @@ adds up squares, the second needs RMS(reference) to judge elements:
 An element is an outlier if its `off` exceeds eight times the largest that eager has on any element, or eight times
 the unit roundoff, whichever is more. The unit |r| + RMS is what makes one number serve a tensor whose rows differ
 by orders of magnitude, as an embedding's gradient does. Over 1,100 gradients of tiny models in three dtypes, an
-honest second kernel's largest was at most 2.0 times eager's. In a tensor of less than 1,024 elements one wrong element
-shows in the RMS, and eager's largest is a draw from few (honest: up to 5.2), so the factor there is 32.
+honest second kernel's largest was at most 2.0 times eager's. In a small vector one wrong element shows in the RMS, and
+eager's largest is a draw from few (honest: up to 5.2), so its elements are not judged.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from harness.rows import TensorError
-from probes.parity.bars import SMALL, UNIT_ROUNDOFF, Measured, resolution
+from probes.parity.bars import UNIT_ROUNDOFF, VECTOR, Measured, resolution
 
-OUTLIER, SMALL_OUTLIER = 8.0, 32.0
+OUTLIER = 8.0
 _CHUNK = 1 << 20  # elements in float64 at a time: 8 MiB, which a CPU's cache nearly holds
 Tensors = Mapping[str, Tensor]
 Triple = tuple[Tensor, Tensor | None, Tensor]
@@ -41,26 +41,27 @@ def measure(
         return Measured(name=name, problem=problem)
     mine, ruler = candidate[name].detach(), reference[name].detach()
     theirs = None if eager is None else eager[name].detach()
-    chunks = list(_chunks(mine, theirs, ruler)) if mine.numel() <= _CHUNK else None
-    sums = _Sums.of(chunks or _chunks(mine, theirs, ruler))
+    chunks = _Chunks(mine, theirs, ruler)
+    sums = _Sums.of(chunks)
     if not (math.isfinite(sums.largest) and math.isfinite(sums.reference_largest)):
         return Measured(name=name, problem=_nonfinite(mine, ruler), nonfinite=True)
     if sums.reference == 0.0 and sums.largest:
         return Measured(name=name, problem=_ZERO_REFERENCE.format(sums.largest))
     note = ""
     if theirs is not None and not math.isfinite(sums.eager_largest):
-        theirs, chunks, note = None, None, "eager is not finite"
+        theirs, chunks, note = None, _Chunks(mine, None, ruler), "eager is not finite"
     rms = math.sqrt(sums.reference / max(1, mine.numel()))
-    off, eager_off = _largest_off(chunks or _chunks(mine, theirs, ruler), rms)
-    limit = _limit(eager_off, mine.numel(), dtype, ruler.dtype)
+    vector = mine.dim() <= 1 and mine.numel() < VECTOR
     return Measured(
         name=name,
         error=_ratio(sums.difference, sums.reference),
         eager_error=None if theirs is None else _ratio(sums.eager_difference, sums.reference),
         cosine=_cosine(sums),
         largest=sums.largest,
-        outliers=0 if off <= limit else _count(chunks or _chunks(mine, theirs, ruler), rms, limit),
+        outliers=0 if vector else _outliers(chunks, rms, dtype, ruler.dtype),
         elements=mine.numel(),
+        scale=rms,
+        vector=vector,
         note=note,
     )
 
@@ -71,7 +72,7 @@ def difference(name: str, candidate: Tensors, eager: Tensors | None) -> Measured
         return Measured(name=name, problem=problem)
     mine = candidate[name].detach()
     theirs = mine if eager is None else eager[name].detach()
-    sums = _Sums.of(_chunks(mine, None, theirs))
+    sums = _Sums.of(_Chunks(mine, None, theirs))
     if not math.isfinite(sums.largest):
         if count := int((~torch.isfinite(mine)).sum()):
             return Measured(name=name, problem=f"{count} elements are not finite", nonfinite=True)
@@ -106,18 +107,26 @@ def _structure(name: str, candidate: Tensors, eager: Tensors | None, reference: 
     return ""
 
 
-def _chunks(mine: Tensor, theirs: Tensor | None, ruler: Tensor) -> Iterator[Triple]:
-    """All three flat, in float64, on the candidate's device, `_CHUNK` elements at a time."""
-    flat = [None if t is None else t.reshape(-1) for t in (mine, theirs, ruler)]
-    for start in range(0, mine.numel(), _CHUNK):
-        x, y, z = (_widened(t, start, mine.device) for t in flat)
-        assert x is not None
-        assert z is not None
-        yield x, y, z
+class _Chunks:
+    """All three sides flat, in float64, on the candidate's device, `_CHUNK` elements at a time; read twice."""
 
+    def __init__(self, mine: Tensor, theirs: Tensor | None, ruler: Tensor) -> None:
+        self._device = mine.device
+        self._length = mine.numel()
+        self._mine, self._ruler = mine.reshape(-1), ruler.reshape(-1)
+        self._theirs = None if theirs is None else theirs.reshape(-1)
+        self._kept = list(self._read()) if self._length <= _CHUNK else None
 
-def _widened(flat: Tensor | None, start: int, device: torch.device) -> Tensor | None:
-    return None if flat is None else flat[start : start + _CHUNK].to(device=device, dtype=torch.float64)
+    def __iter__(self) -> Iterator[Triple]:
+        return self._read() if self._kept is None else iter(self._kept)
+
+    def _read(self) -> Iterator[Triple]:
+        for start in range(0, self._length, _CHUNK):
+            theirs = None if self._theirs is None else self._wide(self._theirs, start)
+            yield self._wide(self._mine, start), theirs, self._wide(self._ruler, start)
+
+    def _wide(self, flat: Tensor, start: int) -> Tensor:
+        return flat[start : start + _CHUNK].to(device=self._device, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +143,7 @@ class _Sums:
     eager_largest: float = 0.0
 
     @staticmethod
-    def of(chunks: list[Triple] | Iterator[Triple]) -> _Sums:
+    def of(chunks: _Chunks) -> _Sums:
         sums: Tensor | None = None
         for x, y, r in chunks:
             off, eager_off = x - r, None if y is None else y - r
@@ -151,7 +160,16 @@ class _Sums:
 _FIELDS = tuple(_Sums.__dataclass_fields__)
 
 
-def _largest_off(chunks: list[Triple] | Iterator[Triple], rms: float) -> tuple[float, float]:
+def _outliers(chunks: _Chunks, rms: float, dtype: torch.dtype, ruler: torch.dtype) -> int:
+    """How many elements are further off than eager's elements allow."""
+    off, eager_off = _largest_off(chunks, rms)
+    limit = max(OUTLIER * max(eager_off, UNIT_ROUNDOFF[dtype]), resolution(ruler))
+    if off <= limit:
+        return 0
+    return sum(int(((x - r).abs() > limit * (r.abs() + (rms or 1.0))).sum()) for x, _, r in chunks)
+
+
+def _largest_off(chunks: _Chunks, rms: float) -> tuple[float, float]:
     """The largest `off` of any element, the candidate's and eager's (0 without eager)."""
     most: Tensor | None = None
     for x, y, r in chunks:
@@ -162,15 +180,6 @@ def _largest_off(chunks: list[Triple] | Iterator[Triple], rms: float) -> tuple[f
         return 0.0, 0.0
     mine, theirs = most.tolist()
     return mine, theirs
-
-
-def _limit(eager_off: float, elements: int, dtype: torch.dtype, ruler: torch.dtype) -> float:
-    factor = SMALL_OUTLIER if elements < SMALL else OUTLIER
-    return max(factor * max(eager_off, UNIT_ROUNDOFF[dtype]), resolution(ruler))
-
-
-def _count(chunks: list[Triple] | Iterator[Triple], rms: float, limit: float) -> int:
-    return sum(int(((x - r).abs() > limit * (r.abs() + (rms or 1.0))).sum()) for x, _, r in chunks)
 
 
 def _nonfinite(mine: Tensor, ruler: Tensor) -> str:
