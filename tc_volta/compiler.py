@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tc_volta.backend import recording
+from tc_volta.batch import noting_plain
 from tc_volta.policy import Decision, DeviceFacts, decision, policy
 from tc_volta.report import Report, keep
 
@@ -42,6 +43,7 @@ def compile(
     """
     record = _planned(model, "model", mode, device, options, backend)
     _compile_each(model, [model], record, dynamic, fullgraph, backend)
+    model._compiled_call_impl = noting_plain(model, cast("Any", model._compiled_call_impl))
     return model
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tc_volta.batch import mask_unless_plain
 from tc_volta.kernels import KERNELS
 from tc_volta.op import flash_attn
 
@@ -34,7 +35,7 @@ def attention_name(kernel: str = "auto") -> str:
 
     if name not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(name, _for_transformers(kernel))
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        AttentionMaskInterface.register(name, mask_unless_plain(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]))
     return name
 
 
