@@ -19,7 +19,7 @@ _THROTTLE = {
 
 
 def read(index: int = 0) -> DeviceState | None:
-    """The state of the index-th visible GPU; None without NVML or a driver."""
+    """The state of the index-th visible GPU; None without NVML, without a driver, or for a GPU NVML does not find."""
     try:
         import pynvml
     except ImportError:
@@ -29,8 +29,7 @@ def read(index: int = 0) -> DeviceState | None:
     except pynvml.NVMLError:
         return None
     try:
-        handle = _handle(pynvml, index)
-        return _state(pynvml, handle)
+        return _state(pynvml, _handle(pynvml, index))
     except pynvml.NVMLError:
         return None
     finally:
@@ -38,12 +37,22 @@ def read(index: int = 0) -> DeviceState | None:
 
 
 def _handle(nvml: Any, index: int) -> Any:
-    """The handle behind CUDA_VISIBLE_DEVICES, whose entries are numbers, UUIDs, or UUIDs of MIG slices."""
+    """The handle behind CUDA_VISIBLE_DEVICES, whose entries are numbers, UUIDs, or UUIDs of MIG slices.
+
+    CUDA takes the beginning of a UUID as well; NVML wants all of it. Raises NVMLError.
+    """
     visible = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
     word = visible[index] if index < len(visible) else str(index)
     if word.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(word))
-    return nvml.nvmlDeviceGetHandleByUUID(word)
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(word)
+    except nvml.NVMLError:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        matching = [handle for handle in handles if nvml.nvmlDeviceGetUUID(handle).startswith(word)]
+        if len(matching) != 1:
+            raise
+        return matching[0]
 
 
 def _state(nvml: Any, handle: Any) -> DeviceState:
@@ -65,11 +74,23 @@ def _state(nvml: Any, handle: Any) -> DeviceState:
         power_w=power / 1000 if power is not None else None,
         power_limit_w=limit / 1000 if limit is not None else None,
         throttle_reasons=tuple(word for bit, word in _THROTTLE.items() if reasons & bit),
-        foreign_processes=_foreign(ask("nvmlDeviceGetComputeRunningProcesses") or []),
+        foreign_processes=_foreign(nvml, ask("nvmlDeviceGetComputeRunningProcesses") or []),
     )
 
 
-def _foreign(processes: list[Any]) -> tuple[str, ...]:
-    return tuple(
-        f"pid {p.pid}, {(p.usedGpuMemory or 0) >> 20} MiB" for p in processes if p.pid not in (os.getpid(), 0)
-    )
+def _foreign(nvml: Any, processes: list[Any]) -> tuple[str, ...]:
+    """The others on this GPU. Ours is recognised by its pid, which a container may number differently."""
+    ours = [process for process in processes if process.pid == os.getpid()]
+    if not ours and len(processes) <= 1:
+        return ()  # the one that is there is this cell, under the host's number; or none is shown at all
+    if not ours:
+        return (f"{len(processes) - 1} more; in a container, which of {len(processes)} is ours is not known",)
+    return tuple(_words(nvml, process) for process in processes if process.pid != os.getpid())
+
+
+def _words(nvml: Any, process: Any) -> str:
+    try:
+        name = nvml.nvmlSystemGetProcessName(process.pid)
+    except (nvml.NVMLError, AttributeError):
+        name = "?"
+    return f"{process.pid} {os.path.basename(name)} {process.usedGpuMemory or 0}"

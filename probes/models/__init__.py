@@ -76,7 +76,7 @@ def _tiny(family: Family, heads: int, *, hidden: int, head_dim: int, tied: bool 
         tied=tied,
         rope_base=5e5 if family == "llama" else 1e6,
         norm_eps=1e-5 if family == "llama" else 1e-6,
-        max_positions=8_192,
+        max_positions=32_768,
     )
 
 
@@ -152,17 +152,6 @@ def checkpoint(model: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"model {model!r}: no checkpoint folder: {folder / 'config.json'} is not there")
     return folder
-
-
-def known(model: str) -> None:
-    """Raises ValueError, with the nearest preset, for what is neither a preset nor a checkpoint folder."""
-    if is_path(model):
-        checkpoint(model)
-    elif model not in PRESETS:
-        near = difflib.get_close_matches(model, PRESETS, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        allowed = f"{', '.join(PRESETS)}, or the path of a checkpoint folder"
-        raise ValueError(f"unknown model {model!r}.{hint}\n  allowed: {allowed}")
 
 
 def check_name(model: str) -> None:

@@ -58,13 +58,15 @@ def build(
     """
     if is_path(model):
         folder = checkpoint(model)
-        made = AutoModelForCausalLM.from_pretrained(
+        made: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=dtype, attn_implementation=attention
-        ).to(device)
+        )
+        torch.nn.Module.to(made, device)
         made.config.use_cache = False
     else:
         made = _random(config_of(PRESETS[model]), device, dtype, attention, seed)
-    return made.train()
+    made.train()
+    return made
 
 
 def _random(
@@ -73,7 +75,10 @@ def _random(
     """Weights as transformers initialises them. `torch.device` as a context spares the copy from the host."""
     torch.manual_seed(seed)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention
+        )
+    return made
 
 
 def twin(
@@ -99,7 +104,8 @@ def twin(
         _put(other, path, data.to(dtype) if dtype and data.is_floating_point() else data.clone())
     if config.tie_word_embeddings:
         other.get_output_embeddings().weight = other.get_input_embeddings().weight
-    return other.train()
+    other.train()
+    return other
 
 
 def _named(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,5 +117,7 @@ def _named(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tor
 def _put(module: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
     parent, _, name = path.rpartition(".")
     holder = module.get_submodule(parent)
-    table = holder._parameters if isinstance(tensor, torch.nn.Parameter) else holder._buffers
-    table[name] = tensor
+    if isinstance(tensor, torch.nn.Parameter):
+        holder._parameters[name] = tensor
+    else:
+        holder._buffers[name] = tensor

@@ -22,6 +22,7 @@ from probes.models import check_name, shape_of, train_flops
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 CUDA_KERNELS = ("efficient", "xformers", "cudnn")
+HALF_ONLY = ("flash", "cudnn")  # on CUDA; torch's CPU kernel of the name takes float32
 CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -48,6 +49,10 @@ def _skip(axes: Axes, device: Device) -> str:
     assert isinstance(axes, TrainStepAxes)
     reasons = (
         (device == "cpu" and axes.attention in CUDA_KERNELS, f"the {axes.attention} kernel is for CUDA"),
+        (
+            device == "cuda" and axes.attention in HALF_ONLY and axes.dtype == "fp32",
+            f"the {axes.attention} kernel takes fp16 and bf16",
+        ),
         (
             device == "cpu" and axes.compile != "none" and axes.mode in CUDAGRAPH_MODES,
             f"{axes.mode} means cudagraphs, which are for CUDA",

@@ -1,108 +1,83 @@
 """Are the loss and the gradients that were timed right? Candidate and eager against higher precision.
 
-Same weights, same batch. Eager is an untouched twin in the same dtype with stock attention. The reference is a
-twin in float64 on a CPU, and in float32 (no TF32, math attention) on a GPU.
+Same weights, same batch, gradients before any optimizer. Whatever memory runs out in here, the timing stands:
+the verdict is then `no_reference`, with what was short.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedModel
 
 from harness.rows import Parity
-from probes.float64 import float64_everywhere
-from probes.models.build import twin
 from probes.parity import Losses, compare
-from probes.train_step.training import Training, checkpoint_layers
-
-# As a GradScaler would: most small fp16 gradients underflow without it, and the check would be blind to them. The
-# loss of all three is scaled alike, by a power of two, so exactly; the reference's gradients too.
-_FP16_SCALE = 1024.0
-Grads = dict[str, Tensor]
+from probes.train_step.memory import attempt, free_bytes, release
+from probes.train_step.reference import Grads, Side, eager, gradients, reference
+from probes.train_step.training import Training
 
 
 def check(training: Training) -> Parity:
-    """The verdict. Out of memory in here is no failure of the cell: the verdict is then `no_reference`."""
-    candidate_loss, candidate = _gradients(training, training.model)
-    eager_loss: float | None = None
-    eager: Grads | None = None
-    try:
-        eager_loss, eager = _eager(training)
-        name, reference_loss, reference = _reference(training)
-    except torch.OutOfMemoryError as error:
-        return compare(
-            candidate,
-            eager,
-            None,
-            dtype=training.dtype,
-            reference_name=f"no memory for a reference: {str(error).splitlines()[0][:200]}",
-            losses=Losses(candidate=candidate_loss, eager=eager_loss),
-        )
-    return compare(
-        candidate,
-        eager,
-        reference,
-        dtype=training.dtype,
-        reference_name=name,
-        losses=Losses(candidate=candidate_loss, eager=eager_loss, reference=reference_loss),
+    """The verdict on one more step of `training`. Its memory is not in the recorded peaks: those were read before."""
+    release()
+    roomy = _roomy(training)
+    candidate, short = attempt(lambda: _parked(gradients(training, training.model), roomy))
+    if candidate is None:
+        return Parity(verdict="no_reference", reason=f"no memory to take the gradients once more: {short}")
+    eager_side, short = attempt(lambda: _parked(eager(training), roomy))
+    if eager_side is None:
+        return _compared(training, candidate, None, f"no memory for eager: {short}", None)
+    name, reference_side = reference(training)
+    return _compared(training, candidate, eager_side, name, reference_side)
+
+
+def _compared(
+    training: Training, candidate: Side, eager_side: Side | None, name: str, ruler: Side | None
+) -> Parity:
+    losses = Losses(
+        candidate=candidate[0],
+        eager=eager_side[0] if eager_side else None,
+        reference=ruler[0] if ruler else None,
     )
+    parity, short = attempt(
+        lambda: compare(
+            _Near(candidate[1], training.device),
+            _Near(eager_side[1], training.device) if eager_side else None,
+            ruler[1] if ruler else None,
+            dtype=training.dtype,
+            reference_name=name,
+            losses=losses,
+        )
+    )
+    return parity or Parity(verdict="no_reference", reason=f"no memory for the comparison: {short}")
 
 
-def _eager(training: Training) -> tuple[float, Grads]:
-    model = _twin(training, None, "sdpa" if training.device == "cuda" else "eager")
-    return _gradients(training, model)
+def _roomy(training: Training) -> bool:
+    """Whether two sets of gradients may stay on the device beside a float32 reference's weights and gradients."""
+    weights = sum(p.numel() for p in training.model.parameters())
+    return training.device == "cpu" or free_bytes(training.device) > 8 * 4 * weights
 
 
-def _reference(training: Training) -> tuple[str, float, Grads]:
-    if training.device == "cpu":
-        model = _twin(training, torch.float64, "eager")
-        with float64_everywhere():
-            return _named("float64, eager attention", training), *_gradients(training, model, autocast=False)
-    model = _twin(training, torch.float32, "sdpa")
-    with _without_tf32(), sdpa_kernel(SDPBackend.MATH):
-        name = _named("float32 without TF32, math attention", training)
-        return name, *_gradients(training, model, autocast=False)
+def _parked(side: Side, roomy: bool) -> Side:
+    """The same, its gradients on the host if the device is small."""
+    return side if roomy else (side[0], {name: grad.cpu() for name, grad in side[1].items()})
 
 
-def _named(reference: str, training: Training) -> str:
-    scale = _scale(training)
-    return reference if scale == 1.0 else f"{reference}; loss of all scaled by {scale:g}"
+class _Near(Mapping[str, Tensor]):
+    """Gradients that come to the device one at a time, as they are asked for; a float64 sum on a host is slow."""
 
+    def __init__(self, grads: Grads, device: str) -> None:
+        self._grads, self._device = grads, torch.device(device)
 
-def _twin(training: Training, dtype: torch.dtype | None, attention: str) -> PreTrainedModel:
-    model = twin(training.model, dtype=dtype, attention=attention)
-    if training.device == "cuda":  # math attention of a long sequence fits one layer at a time
-        checkpoint_layers(model)
-    return model
+    def __getitem__(self, name: str) -> Tensor:
+        return self._grads[name].to(self._device)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._grads
 
-def _gradients(training: Training, model: PreTrainedModel, autocast: bool = True) -> tuple[float, Grads]:
-    """Loss, and every parameter's gradient of the scaled loss, moved out of the model."""
-    model.zero_grad(set_to_none=True)
-    loss = training.loss(model, autocast)
-    (loss * _scale(training)).backward()
-    grads: Grads = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            grads[name] = parameter.grad
-            parameter.grad = None
-    return float(loss.detach()), grads
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._grads)
 
-
-def _scale(training: Training) -> float:
-    return _FP16_SCALE if training.dtype == torch.float16 else 1.0
-
-
-@contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    def __len__(self) -> int:
+        return len(self._grads)

@@ -15,8 +15,17 @@ from torch import Tensor
 from harness.cells import Measure
 from harness.rows import DeviceState, Memory
 from probes import gpu_state
+from probes.train_step.memory import release
 
 Step = Callable[[], Tensor]
+
+
+@dataclass
+class Peak:
+    """Of the device's allocator between two points; None on a CPU."""
+
+    allocated: int | None = None
+    reserved: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -26,7 +35,9 @@ class Timed:
     first_step_s: float | None = None
     step_s: list[float] = field(default_factory=list)
     loss: list[Tensor] = field(default_factory=list)
-    memory: Memory = field(default_factory=Memory)
+    first: Peak = field(default_factory=Peak)
+    steady: Peak = field(default_factory=Peak)
+    host_peak_bytes: int | None = None
     before: DeviceState | None = None
     after: DeviceState | None = None
 
@@ -34,30 +45,31 @@ class Timed:
         """One per step so far, first and warm-up included."""
         return tuple(torch.stack(self.loss).double().tolist()) if self.loss else ()
 
+    def memory(self) -> Memory:
+        """The peaks so far; a step that ran out of memory is in them."""
+        return Memory(
+            allocated_peak_bytes=self.steady.allocated,
+            reserved_peak_bytes=self.steady.reserved,
+            compile_allocated_peak_bytes=self.first.allocated,
+            compile_reserved_peak_bytes=self.first.reserved,
+            host_peak_bytes=self.host_peak_bytes,
+        )
+
 
 def run(step: Step, measure: Measure, device: str, timed: Timed) -> None:
     """Take the steps, noting into `timed` as it goes."""
-    with _peaks(device) as first:
+    with _peaks(device, timed.first):
         began = time.perf_counter()
         timed.loss.append(step())
         _wait(device)
         timed.first_step_s = time.perf_counter() - began
-    timed.memory = Memory(
-        compile_allocated_peak_bytes=first.allocated, compile_reserved_peak_bytes=first.reserved
-    )
+    release()  # what compiling left in the allocator's cache is no need of the steady steps
     timed.loss += [step() for _ in range(measure.warmup_steps)]
     _wait(device)
     timed.before = gpu_state.read() if device == "cuda" else None
-    with _peaks(device) as steady:
+    with _peaks(device, timed.steady):
         _take(step, measure.steps, device, timed)
-    timed.after = gpu_state.read() if device == "cuda" else None
-    timed.memory = Memory(
-        allocated_peak_bytes=steady.allocated,
-        reserved_peak_bytes=steady.reserved,
-        compile_allocated_peak_bytes=first.allocated,
-        compile_reserved_peak_bytes=first.reserved,
-        host_peak_bytes=_host_peak_bytes(),
-    )
+    timed.host_peak_bytes = _host_peak_bytes()
 
 
 def _take(step: Step, steps: int, device: str, timed: Timed) -> None:
@@ -72,27 +84,25 @@ def _take(step: Step, steps: int, device: str, timed: Timed) -> None:
     for mark in marks[1:]:  # no synchronisation in between: the queue never runs dry for the clock's sake
         timed.loss.append(step())
         mark.record()
+    timed.after = gpu_state.read()  # while the last steps still run: an idle GPU no longer throttles
     marks[-1].synchronize()
     timed.step_s += [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
 
 
-class _Peak:
-    allocated: int | None = None
-    reserved: int | None = None
-
-
 @contextlib.contextmanager
-def _peaks(device: str) -> Iterator[_Peak]:
-    peak = _Peak()
+def _peaks(device: str, peak: Peak) -> Iterator[None]:
+    """Note the peaks of what runs inside, also when it raises."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
         _reset_host_peak()
-    yield peak
-    if device == "cuda":
-        torch.cuda.synchronize()
-        peak.allocated = torch.cuda.max_memory_allocated()
-        peak.reserved = torch.cuda.max_memory_reserved()
+    try:
+        yield
+        _wait(device)
+    finally:
+        if device == "cuda":
+            peak.allocated = torch.cuda.max_memory_allocated()
+            peak.reserved = torch.cuda.max_memory_reserved()
 
 
 def _wait(device: str) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import tc_volta
+from probes.models import shape_of, train_flops
 from probes.models.build import DTYPES, build
 from probes.text import tokens
-from probes.train_step import TrainStepAxes
+from probes.train_step import CUDAGRAPH_MODES, TrainStepAxes
 
 OWN = ("eager", "sdpa")  # transformers' own implementations; the others are kernels of tc_volta
 _COMPILERS = {
@@ -29,6 +30,7 @@ class Training:
         self.device = device
         self.dtype = DTYPES[axes.dtype]
         self.amp = axes.precision == "amp"
+        self.cudagraphs = axes.compile != "none" and axes.mode in CUDAGRAPH_MODES
         self.model = build(
             axes.model,
             device=device,
@@ -37,6 +39,8 @@ class Training:
             seed=seed,
         )
         self.ids_BS = tokens(axes.batch, axes.seq, device)
+        shape = shape_of(axes.model)
+        self.flops = train_flops(shape, axes.batch, axes.seq) if shape else None
         if axes.checkpointing:
             checkpoint_layers(self.model)
         if axes.compile != "none":
@@ -48,19 +52,23 @@ class Training:
 
     def step(self) -> Tensor:
         """Zero the gradients, forward with loss, backward, and for a full step the optimizer. Returns the loss."""
+        if self.cudagraphs:
+            torch.compiler.cudagraph_mark_step_begin()
         self.model.zero_grad(set_to_none=True)
         loss = self.loss(self.model)
         self.scaler.scale(loss).backward()
         if self.optimizer is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        return loss.detach()
+        # A copy: with cudagraphs the loss itself lives in memory that the next step overwrites.
+        return loss.detach().clone()
 
     def loss(self, model: PreTrainedModel, autocast: bool = True) -> Tensor:
         """The stock loss of a model on this batch, under this training's autocast."""
         with self.autocast() if autocast else contextlib.nullcontext():
             out = model(input_ids=self.ids_BS, labels=self.ids_BS, use_cache=False)
-        return out.loss
+        loss: Tensor = out.loss
+        return loss
 
     def autocast(self) -> torch.autocast:
         """Autocast to the axes' dtype; off for plain precision."""

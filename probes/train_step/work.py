@@ -10,46 +10,66 @@ import msgspec
 import torch
 
 from harness.cells import Task
-from harness.rows import Result, Status
+from harness.rows import AttentionReport, CompileReport, Result, Status
 from probes.models import shape_of, train_flops
 from probes.peaks import peak_flops_per_s
 from probes.train_step import TrainStepAxes
 from probes.train_step.check import check
 from probes.train_step.compiler_view import cache_use, cudagraph_skips, look
 from probes.train_step.evidence import observe
+from probes.train_step.memory import attempt, out_of_memory
 from probes.train_step.timing import Timed
 from probes.train_step.timing import run as take_steps
 from probes.train_step.training import Training
+
+Found = dict[str, Any]
 
 
 def run(axes: TrainStepAxes, task: Task) -> Result:
     """First step, warm-up, timed steps; then, apart from the clock: profile, numerical check."""
     timed = Timed()
     found = _describe(axes, task)
-    with _faults() as fault:
+    training: Training | None = None
+    with _faults() as fault, cudagraph_skips() as skips:
         training = Training(axes, task.device, task.seed)
-        with cudagraph_skips() as skips:
-            take_steps(training.step, task.measure, task.device, timed)
+        take_steps(training.step, task.measure, task.device, timed)
     found |= _timed_fields(timed)
-    if fault.status != "ok":
+    if training is not None and axes.compile != "none":
+        found |= {"compile": _compiled(training, skips), "facts": cache_use()}
+    if fault.status != "ok" or training is None:
         return Result(status=fault.status, reason=fault.reason, **found)
-    if axes.compile != "none":
-        found |= {"compile": look(training.model, skips), "facts": cache_use()}
-    attention = observe(axes.attention, training.step, task.device)
-    found["attention"] = attention
-    if not attention.honoured:
-        evidence = ", ".join(attention.evidence) or "nothing that looks like attention"
-        reason = f"asked for {axes.attention}, {attention.ran} ran: {evidence}"
-        return Result(status="unsupported", reason=reason, **found)
+    return _judged(axes, task, training, found)
+
+
+def _judged(axes: TrainStepAxes, task: Task, training: Training, found: Found) -> Result:
+    """What ran, and whether it is right. Running out of memory in here takes nothing from the timing."""
+    attention, short = attempt(lambda: observe(axes.attention, training.step, task.device))
+    if attention is None:
+        found["notes"] = (f"which kernel ran was not seen: no memory to profile a step: {short}",)
+    else:
+        found["attention"] = attention
+        if not attention.honoured:
+            return Result(status="unsupported", reason=_not_honoured(attention), **found)
     if task.measure.check:
         parity = check(training)
         found |= {"parity": parity, "verdict": parity.verdict, "verdict_reason": parity.reason}
     return Result(**found)
 
 
-def _describe(axes: TrainStepAxes, task: Task) -> dict[str, Any]:
+def _not_honoured(attention: AttentionReport) -> str:
+    evidence = ", ".join(attention.evidence) or "nothing that looks like attention"
+    return f"asked for {attention.asked}, {attention.ran} ran: {evidence}"
+
+
+def _compiled(training: Training, skips: list[str]) -> CompileReport | None:
+    with contextlib.suppress(KeyError):  # the model was refused before it was compiled
+        return look(training.model, skips)
+    return None
+
+
+def _describe(axes: TrainStepAxes, task: Task) -> Found:
     shape = shape_of(axes.model)
-    found: dict[str, Any] = {"tokens_per_step": axes.batch * axes.seq}
+    found: Found = {"tokens_per_step": axes.batch * axes.seq}
     if shape is not None:
         found["flops_per_step"] = train_flops(shape, axes.batch, axes.seq)
     name = torch.cuda.get_device_name() if task.device == "cuda" and torch.cuda.is_available() else "this CPU"
@@ -57,12 +77,12 @@ def _describe(axes: TrainStepAxes, task: Task) -> dict[str, Any]:
     return found
 
 
-def _timed_fields(timed: Timed) -> dict[str, Any]:
+def _timed_fields(timed: Timed) -> Found:
     return {
         "first_step_s": timed.first_step_s,
         "step_s": tuple(timed.step_s),
         "loss": timed.losses(),
-        "memory": timed.memory,
+        "memory": timed.memory(),
         "device_before": timed.before,
         "device_after": timed.after,
     }
@@ -79,7 +99,9 @@ def _faults() -> Iterator[_Fault]:
     fault = _Fault()
     try:
         yield fault
-    except torch.OutOfMemoryError as error:
-        fault.status, fault.reason = "oom", str(error).splitlines()[0]
     except ValueError as error:  # tc_volta's, with the numbers: this kernel or mode is not for this card
         fault.status, fault.reason = "unsupported", str(error)
+    except (MemoryError, RuntimeError) as error:
+        if not (short := out_of_memory(error)):
+            raise
+        fault.status, fault.reason = "oom", short
