@@ -71,7 +71,7 @@ class TensorError(Record, frozen=True, kw_only=True):
     error: Number
     eager_error: Number
     cosine: Number
-    outliers: int = 0  # elements further off than 8x the larger of the two errors allows
+    outliers: int = 0  # elements whose error is beyond what rounding explains (probes.parity)
     problem: str = ""  # shape, dtype or non-finite disagreement, in words
 
 

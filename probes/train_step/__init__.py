@@ -3,7 +3,8 @@
 Declared here without torch. Axes:
 
 model           a preset of probes.models, or the path of a local checkpoint folder (with a slash in it)
-attention       eager, sdpa: transformers' own; math, efficient, xformers, flash, cudnn: one kernel, through tc_volta
+attention       eager, sdpa: transformers' own; math: its sdpa held to torch's math kernel, the baseline;
+                efficient, xformers, flash, cudnn: one kernel each, through tc_volta
 compile         what is compiled: none, mlp (of each layer), layers (each alone), model (whole)
 mode            Inductor's mode
 dtype           of the computation

@@ -12,9 +12,8 @@ import tc_volta
 from probes.models import shape_of, train_flops
 from probes.models.build import DTYPES, build
 from probes.text import tokens
-from probes.train_step import CUDAGRAPH_MODES, TrainStepAxes
+from probes.train_step import CUDAGRAPH_MODES, TrainStepAxes, torch_math
 
-OWN = ("eager", "sdpa")  # transformers' own implementations; the others are kernels of tc_volta
 _COMPILERS = {
     "mlp": tc_volta.compile_mlp_only,
     "layers": tc_volta.compile_layers,
@@ -35,7 +34,7 @@ class Training:
             axes.model,
             device=device,
             dtype=torch.float32 if self.amp else self.dtype,
-            attention=axes.attention if axes.attention in OWN else tc_volta.attention_name(axes.attention),
+            attention=implementation(axes.attention),
             seed=seed,
         )
         self.ids_BS = tokens(axes.batch, axes.seq, device)
@@ -73,6 +72,16 @@ class Training:
     def autocast(self) -> torch.autocast:
         """Autocast to the axes' dtype; off for plain precision."""
         return torch.autocast(self.device, dtype=self.dtype, enabled=self.amp)
+
+
+def implementation(attention: str) -> str:
+    """What transformers calls this value of the attention axis; registers it where it is ours.
+
+    Raises ValueError for a kernel that tc_volta does not know.
+    """
+    if attention in ("eager", "sdpa"):
+        return attention
+    return torch_math.attention_name() if attention == "math" else tc_volta.attention_name(attention)
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
