@@ -95,10 +95,10 @@ def twin(
         other = type(model)(config)
     parameters = dict(_named(model.named_parameters(remove_duplicate=False)))
     buffers = dict(_named(model.named_buffers()))
-    for path, parameter in list(other.named_parameters(remove_duplicate=False)):
-        data = parameters[path].detach()
-        fresh = torch.nn.Parameter(data.to(dtype or data.dtype), requires_grad=parameter.requires_grad)
-        _put(other, path, fresh)
+    for path, _ in list(other.named_parameters(remove_duplicate=False)):
+        source = parameters[path]
+        data = source.detach().to(dtype or source.dtype)
+        _put(other, path, torch.nn.Parameter(data, requires_grad=source.requires_grad))
     for path, _ in list(other.named_buffers()):
         data = buffers[path].detach()
         _put(other, path, data.to(dtype) if dtype and data.is_floating_point() else data.clone())

@@ -1,7 +1,8 @@
 """The loss and gradients that the timed ones are judged by: eager's own, and some in higher precision.
 
 Each is a twin of the measured model: same class, same weights, none of what tc_volta did to it. References are
-tried from the best that fits to the cheapest: float64 throughout; float32 (no TF32); on a GPU, float32 with the CUTLASS kernel, whose memory does not grow with the square of the length.
+tried from the best that fits to the cheapest: float64 throughout; float32 (no TF32); on a GPU, float32 with the
+CUTLASS kernel, whose memory does not grow with the square of the length.
 """
 
 from __future__ import annotations
