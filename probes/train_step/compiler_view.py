@@ -55,9 +55,7 @@ def look(model: nn.Module, skips: list[str]) -> CompileReport:
     given_up = [
         f"Dynamo gave up a frame: {m.fail_reason}" for m in metrics if getattr(m, "fail_reason", None)
     ]
-    counted = torch._dynamo.utils.counters["inductor"].get("cudagraph_skips", 0)
-    if counted and not skips:
-        skips = [f"{counted} skips, no reason logged"]
+    skips = _skips(metrics, skips)
     return CompileReport(
         asked=record.asked,
         phases_s=_phases(metrics),
@@ -70,6 +68,14 @@ def look(model: nn.Module, skips: list[str]) -> CompileReport:
         cudagraph_skips=tuple(skips),
         fallbacks=tuple(record.fallbacks + record.skipped + given_up),
     )
+
+
+def _skips(metrics: list[Any], heard: list[str]) -> list[str]:
+    """Why cudagraphs were left out: logged while they were recorded, kept in a metric, or at least counted."""
+    kept = [str(why)[:300] for m in metrics if (why := getattr(m, "cudagraph_skip_reason", None))]
+    counted = torch._dynamo.utils.counters["inductor"].get("cudagraph_skips", 0)
+    reasons = list(dict.fromkeys([*heard, *kept]))
+    return reasons or ([f"{counted} skips, no reason logged"] if counted else [])
 
 
 def cache_use() -> dict[str, int]:

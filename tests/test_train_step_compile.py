@@ -1,0 +1,148 @@
+"""What the compiler did is in the row: graphs, breaks with their line, recompiles, fallbacks, seconds by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+
+import tc_volta
+from probes.train_step import TrainStepAxes, compiler_view
+from probes.train_step.training import Training
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    """As in a cell's own process: nothing was compiled before, and one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    _forget()
+    yield
+    _forget()
+    torch.set_num_threads(before)
+
+
+def _forget() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
+    torch._dynamo.utils.graph_break_reasons.clear()
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return self.linear(x)
+
+
+def compiled(model: nn.Module, **how: object) -> nn.Module:
+    return tc_volta.compile(model, backend="aot_eager", **how)  # type: ignore[arg-type]
+
+
+def test_a_graph_is_counted_and_its_seconds_are_told_once() -> None:
+    model = compiled(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model(torch.ones(2, 4)).sum().backward()
+    found = compiler_view.look(model, [])
+    assert found.graphs == 1
+    assert found.graph_breaks == ()
+    phases = dict(found.phases_s)
+    total = phases.pop("total")
+    assert total
+    assert sum(v or 0 for v in phases.values()) == pytest.approx(total, rel=0.05)
+
+
+def test_a_graph_break_has_its_reason_and_line() -> None:
+    model = compiled(Breaks())
+    model(torch.ones(2, 4)).sum().backward()
+    found = compiler_view.look(model, [])
+    assert found.graphs == 2
+    (one,) = found.graph_breaks
+    assert "graph_break" in one.reason
+    assert one.where.split(":")[0] == __file__
+
+
+def test_a_recompile_has_its_reason() -> None:
+    model = compiled(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    for rows in (2, 3):
+        model(torch.ones(rows, 4)).sum().backward()
+    found = compiler_view.look(model, [])
+    assert found.graphs == 2
+    assert any("size mismatch" in why for why in found.recompiles), found.recompiles
+
+
+def test_an_eager_model_beside_it_adds_nothing() -> None:
+    model = compiled(nn.Linear(4, 4))
+    nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
+    assert compiler_view.look(model, []).graphs == 0
+
+
+def test_phases_of_forward_and_backward_add_up_without_overlap() -> None:
+    """As Inductor reported them for one compiled MLP: the backward was compiled at its first run."""
+    forward = SimpleNamespace(
+        duration_us=32_804_040,
+        dynamo_cumulative_compile_time_us=32_804_040,
+        aot_autograd_cumulative_compile_time_us=32_438_493,
+        inductor_cumulative_compile_time_us=29_708_654,
+        inductor_code_gen_cumulative_compile_time_us=29_532_181,
+    )
+    backward = SimpleNamespace(
+        duration_us=2_558_570,
+        inductor_cumulative_compile_time_us=2_550_680,
+        inductor_code_gen_cumulative_compile_time_us=2_443_279,
+    )
+    phases = compiler_view._phases([forward, backward])
+    total = phases.pop("total")
+    assert total == pytest.approx(35.3626, rel=1e-4)
+    assert sum(v or 0 for v in phases.values()) == pytest.approx(total, rel=1e-3)
+    assert phases["tracing"] == pytest.approx(0.3655, rel=1e-3)
+    assert phases["code generation and kernels"] == pytest.approx(31.9755, rel=1e-4)
+
+
+def test_nothing_compiled_has_no_phases() -> None:
+    assert compiler_view._phases([]) == {}
+
+
+def test_a_skipped_cudagraph_is_no_cudagraph() -> None:
+    model = compiled(nn.Linear(4, 4))
+    with compiler_view.cudagraph_skips() as skips:
+        log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to mutated inputs (1 instances)")
+    found = compiler_view.look(model, skips)
+    assert not found.cudagraphs
+    assert found.cudagraph_skips == ("skipping cudagraphs due to mutated inputs (1 instances)",)
+
+
+def test_a_skip_that_nobody_logged_is_still_counted() -> None:
+    model = compiled(nn.Linear(4, 4))
+    log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to cpu device")
+    assert compiler_view.look(model, []).cudagraph_skips == ("1 skips, no reason logged",)
+
+
+def test_private_names_of_torch_are_there() -> None:
+    """Where a torch lacks one, the report would be silently emptier."""
+    fields = {f for _, f in compiler_view._NESTED} | {"duration_us", "recompile_reason", "fail_reason"}
+    assert fields <= set(torch._dynamo.utils.CompilationMetrics.__dataclass_fields__)
+    assert isinstance(torch._dynamo.utils.graph_break_reasons, list)
+
+
+@pytest.mark.slow
+def test_a_compiled_cell_steps_and_is_reported() -> None:
+    """Real Inductor, whose C++ takes half a minute the first time."""
+    training = Training(
+        TrainStepAxes(model="tiny-qwen2-4h", seq=64, attention="flash", compile="mlp"), "cpu", 0
+    )
+    losses = {float(training.step()) for _ in range(2)}
+    found = compiler_view.look(training.model, [])
+    assert len(losses) == 1
+    assert found.graphs == 1  # both layers share it
+    assert found.fallbacks == ()
+    assert found.phases_s["code generation and kernels"]
+    assert sum(compiler_view.cache_use().values()) >= 2
