@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -57,20 +58,29 @@ def run_suite(tmp_path: Path) -> Callable[..., Ran]:
 
 
 @pytest.fixture
-def no_leftovers() -> object:
-    """No process of ours, and no shared-memory segment, outlives the test."""
-    before = {p.pid for p in psutil.process_iter()}
+def no_leftovers(tmp_path: Path) -> Iterator[None]:
+    """No process of this test's run, and no shared-memory segment, outlives the test."""
     shm = set(os.listdir("/dev/shm"))
     yield
-    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and _is_ours(p)]
+    left = [p for p in psutil.process_iter() if _names(p, tmp_path)]
     assert not left, left
-    assert not [
-        name for name in set(os.listdir("/dev/shm")) - shm if name.startswith(("psm_", "torch_", "sem."))
-    ]
+    new = [name for name in set(os.listdir("/dev/shm")) - shm if name.startswith(("psm_", "torch_", "sem."))]
+    assert not new or not _still_there(new), new
 
 
-def _is_ours(process: psutil.Process) -> bool:
+def _names(process: psutil.Process, folder: Path) -> bool:
+    """A server's command line holds its scratch folder, and a forked cell's is its server's."""
     try:
-        return any("harness." in word for word in process.cmdline())
+        return any(str(folder) in word for word in process.cmdline())
     except psutil.Error:
         return False
+
+
+def _still_there(names: list[str], for_s: float = 3.0) -> bool:
+    """Whether segments stay: those of another program's run on this machine come and go."""
+    limit = time.monotonic() + for_s
+    while any(os.path.exists(f"/dev/shm/{name}") for name in names):
+        if time.monotonic() > limit:
+            return True
+        time.sleep(0.1)
+    return False

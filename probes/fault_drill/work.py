@@ -56,8 +56,8 @@ def _sigkill(task: Task) -> None:
 
 def _oom_host(task: Task) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
-    held = [bytearray(1 << 28) for _ in range(64)]
-    raise AssertionError(f"{len(held)} blocks were granted beyond the limit")
+    held = bytearray(1 << 32)
+    raise AssertionError(f"{len(held)} bytes were granted beyond the limit")
 
 
 def _oom_device(task: Task) -> None:
