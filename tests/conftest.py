@@ -58,20 +58,20 @@ def run_suite(tmp_path: Path) -> Callable[..., Ran]:
 
 
 @pytest.fixture
-def no_leftovers(tmp_path: Path) -> Iterator[None]:
+def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No process of this test's run, and no shared-memory segment, outlives the test."""
     shm = set(os.listdir("/dev/shm"))
+    monkeypatch.setenv("HARNESS_TEST", str(tmp_path))  # every process of the run inherits it
     yield
-    left = [p for p in psutil.process_iter() if _names(p, tmp_path)]
+    left = [p for p in psutil.process_iter() if _marked(p, str(tmp_path))]
     assert not left, left
     new = [name for name in set(os.listdir("/dev/shm")) - shm if name.startswith(("psm_", "torch_", "sem."))]
     assert not new or not _still_there(new), new
 
 
-def _names(process: psutil.Process, folder: Path) -> bool:
-    """A server's command line holds its scratch folder, and a forked cell's is its server's."""
+def _marked(process: psutil.Process, value: str) -> bool:
     try:
-        return any(str(folder) in word for word in process.cmdline())
+        return process.environ().get("HARNESS_TEST") == value
     except psutil.Error:
         return False
 
