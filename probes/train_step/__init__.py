@@ -70,7 +70,10 @@ def _skip(axes: Axes, device: Device) -> str:
 
 
 def _estimate_s(axes: Axes, device: Device, measure: Measure) -> float:
-    """A guess from the model's mathematics and typical rates; only `plan` and the progress line use it."""
+    """A guess from the model's mathematics and typical rates; only `plan` and the progress line use it.
+
+    Which GPU it will be is not known here: the rate lies between a V100's (a fifth of it) and an H200's (twice).
+    """
     assert isinstance(axes, TrainStepAxes)
     shape = shape_of(axes.model)
     if shape is None:
@@ -79,8 +82,8 @@ def _estimate_s(axes: Axes, device: Device, measure: Measure) -> float:
     step = train_flops(shape, axes.batch, axes.seq) * (4 / 3 if axes.checkpointing else 1) / rate
     if axes.attention in ("math", "eager") and device == "cuda":
         step *= 1 + axes.seq / 2_000
-    per_graph = {"none": 0.0, "mlp": 12.0, "layers": 20.0, "model": 5.0 + 2.2 * shape.layers}
-    check = 12 * step if measure.check else 0.0
+    per_graph = {"none": 0.0, "mlp": 4.0, "layers": 9.0, "model": 5.0 + 2.2 * shape.layers}
+    check = 8 * step if measure.check else 0.0
     start = 0.1 if device == "cpu" else 4.0
     return start + per_graph[axes.compile] + (measure.steps + measure.warmup_steps + 2) * step + check
 
