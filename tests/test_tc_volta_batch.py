@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import tc_volta
 from probes.models.build import build
@@ -64,3 +71,58 @@ def test_the_compiled_graph_of_a_plain_batch_holds_no_mask() -> None:
         calls = [n for n in graphs[-1].graph.nodes if "flash_attn" in str(n.target)]
         assert len(calls) == 2
         assert all((n.args[3] is not None) == masked for n in calls)
+
+
+class Packing(Qwen2ForCausalLM):
+    """Somebody's model that packs inside: its arguments look plain."""
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: object) -> object:
+        positions = torch.cat([torch.arange(20), torch.arange(28)]).expand(2, -1)
+        return super().forward(input_ids=input_ids, position_ids=positions, **kwargs)
+
+
+def tiny(kind: type[PreTrainedModel], config: type[PretrainedConfig], **more: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return kind(config(**sizes, **heads, **more)).eval()
+
+
+def both(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a batch that looks plain: eager attention, then compiled whole with ours."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = model(input_ids=IDS, use_cache=False).logits
+        model.set_attn_implementation(tc_volta.attention_name())
+        tc_volta.compile(model, backend="aot_eager")
+        return wanted, model(input_ids=IDS).logits
+
+
+def test_a_model_that_packs_inside_its_own_forward_keeps_its_mask() -> None:
+    wanted, got = both(tiny(Packing, Qwen2Config))
+    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=1e-4)
+
+
+def test_a_patched_forward_and_a_pre_hook_keep_their_mask() -> None:
+    model = tiny(Qwen2ForCausalLM, Qwen2Config)
+    positions = torch.cat([torch.arange(20), torch.arange(28)]).expand(2, -1)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "position_ids": positions}), with_kwargs=True
+    )
+    wanted, got = both(model)
+    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=1e-4)
+
+
+def test_a_sliding_window_is_kept_without_a_mask() -> None:
+    model = tiny(
+        Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    )
+    wanted, got = both(model)
+    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=1e-4)
+
+
+def test_chunked_attention_keeps_its_mask() -> None:
+    chunks = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 16}
+    model = tiny(Llama4ForCausalLM, Llama4TextConfig, **chunks)
+    wanted, got = both(model)
+    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=1e-4)
