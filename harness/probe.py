@@ -71,7 +71,8 @@ def _suite(probe: Probe, given: list[str], device: Device, measure: dict[str, fl
         lines.append(f"{axis} = [{', '.join(_toml(word) for word in values.split(','))}]")
     if not given:
         raise HarnessError(
-            f"probe {probe.name!r} has no suite of its own: give its axes as axis=value ({_axes(probe)})"
+            f"python -m harness.probe {probe.name}: give its axes as axis=value ({_axes(probe)}), "
+            f"or run a suite of it: {', '.join(_suites_of(probe)) or 'there is none in suites/'}"
         )
     return suites.parse("\n".join(lines), f"{probe.name}.toml", {probe.name: probe})
 
@@ -89,6 +90,12 @@ def _describe(probe: Probe, console: Console) -> None:
     for field in msgspec.structs.fields(probe.axes):
         given = "required" if field.default is msgspec.NODEFAULT else f"default {field.default}"
         console.print(f"    {field.name}: {_choices(field.type)} ({given})", markup=False, soft_wrap=True)
+
+
+def _suites_of(probe: Probe) -> list[str]:
+    files = sorted(suites.SUITES.glob("*.toml"))
+    named = [f for f in files if f'probe = "{probe.name}"' in f.read_text()]
+    return list(dict.fromkeys(f"python -m harness run {f.name.split('.')[0]}" for f in named))
 
 
 def _axes(probe: Probe) -> str:

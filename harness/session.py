@@ -75,7 +75,11 @@ def execute(suite: Suite, options: Options, console: Console) -> Outcome:
             environment=key,
             fingerprint=digests,
         )
-        for line in folder.set_aside + list(suite.warnings):
+        if options.jobs > 1 and suite.probe.timed:
+            run.notes.append(
+                f"--jobs {options.jobs} had no effect: cells of {suite.probe.name} are timed, and run alone"
+            )
+        for line in folder.set_aside + list(suite.warnings) + run.notes:
             console.print(f"note: {line}", style="yellow", highlight=False, soft_wrap=True)
         return _run(plan, folder, run, done, options, console)
 
@@ -201,6 +205,8 @@ def _stands(row: Row, cell: Cell, digests: dict[str, str], retry: bool) -> bool:
 
 def _devices(device: Device, selection: str | None) -> tuple[tuple[str, ...], str]:
     if device == "cpu":
+        if selection is not None:
+            raise HarnessError(f"--devices {selection}: names GPUs, and this suite is for the CPU")
         return ("cpu",), ""
     ids, why = devices.cuda_ids()
     return devices.pick(ids, selection), why

@@ -41,6 +41,10 @@ WRONG = {
     "bad shard": (("run", "drill", "--shard", "3/2"), "--shard 3/2: write it as i/n"),
     "bad isolation": (("run", "drill", "--isolation", "fork"), "--isolation: unknown isolation 'fork'"),
     "bad format": (("report", "results", "--format", "pdf"), "--format: unknown format 'pdf'"),
+    "GPUs for a CPU suite": (
+        ("run", "drill", "--devices", "3", "--device", "cpu"),
+        "--devices 3: names GPUs",
+    ),
     "no run there": (("report", "no/such/run"), "no/such/run"),
 }
 
@@ -68,6 +72,12 @@ def test_a_probe_that_does_not_exist_is_named_with_the_nearest() -> None:
     done = harness("fault-dril", module="harness.probe")
     assert done.returncode == 2
     assert "unknown probe 'fault-dril'. Did you mean 'fault-drill'?" in done.stderr
+
+
+def test_a_probe_without_axes_names_its_axes_and_its_suites() -> None:
+    done = harness("fault-drill", module="harness.probe")
+    assert done.returncode == 2
+    assert "axis=value (fault, n), or run a suite of it: python -m harness run drill" in done.stderr
 
 
 def test_probe_list_shows_questions_and_axes() -> None:
