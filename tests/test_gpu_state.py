@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from probes import gpu_state
-from probes.peaks import peak_flops_per_s
 
 
 class NVMLError(Exception):
@@ -162,50 +161,3 @@ def test_a_container_that_numbers_processes_otherwise_has_no_neighbour_in_itself
     assert gpu_state.read().foreign_processes == ()  # type: ignore[union-attr]
     nvml(Nvml(Card(pids=(999_991, 999_992))))
     assert "which of 2 is ours is not known" in gpu_state.read().foreign_processes[0]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "tflops"),
-    [
-        ("Tesla V100-SXM2-32GB", "fp16", 125),
-        ("Tesla V100-SXM2-16GB", "fp32", 15.7),
-        ("Tesla V100-PCIE-16GB", "fp16", 112),
-        ("Tesla T4", "fp16", 65),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
-        ("NVIDIA A10", "fp16", 125),
-        ("NVIDIA A10G", "fp16", 70),
-        ("NVIDIA L4", "bf16", 121),
-        ("NVIDIA L40S", "bf16", 362),
-        ("NVIDIA GeForce RTX 3090", "fp16", 71.2),
-        ("NVIDIA GeForce RTX 4090", "fp32", 82.6),
-        ("NVIDIA H100 80GB HBM3", "fp16", 989),
-        ("NVIDIA H200", "bf16", 989),
-        ("NVIDIA H200", "fp32", 67),
-    ],
-)
-def test_a_known_card_has_its_published_peak(name: str, dtype: str, tflops: float) -> None:
-    rate, source = peak_flops_per_s(name, dtype)
-    assert rate == pytest.approx(tflops * 1e12)
-    assert source
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "this CPU",
-        "AMD Instinct MI300X",
-        "NVIDIA GH200 480GB",
-        "NVIDIA GeForce RTX 4080 SUPER",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-    ],
-)
-def test_an_unknown_card_has_no_peak_and_a_reason(name: str) -> None:
-    """Primus PR#772: another card's peak made a utilisation of 563 %."""
-    rate, why = peak_flops_per_s(name, "fp16")
-    assert rate is None
-    assert name in why
-
-
-def test_a_dtype_that_a_card_lacks_has_no_peak() -> None:
-    assert peak_flops_per_s("Tesla V100-SXM2-32GB", "bf16")[0] is None

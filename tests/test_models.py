@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,56 @@ PUBLISHED = {
     "qwen3-4b": 4_022_468_096,
     "llama-3.2-1b": 1_235_814_400,
 }
+# hidden, MLP, layers, heads, KV heads, head dim, vocabulary, tied, RoPE base, RMSNorm epsilon; as published.
+FIGURES = {
+    "qwen2.5-0.5b": (896, 4_864, 24, 14, 2, 64, 151_936, True, 1e6, 1e-6),
+    "qwen2.5-1.5b": (1_536, 8_960, 28, 12, 2, 128, 151_936, True, 1e6, 1e-6),
+    "qwen2.5-7b": (3_584, 18_944, 28, 28, 4, 128, 152_064, False, 1e6, 1e-6),
+    "qwen3-0.6b": (1_024, 3_072, 28, 16, 8, 128, 151_936, True, 1e6, 1e-6),
+    "qwen3-4b": (2_560, 9_728, 36, 32, 8, 128, 151_936, True, 1e6, 1e-6),
+    "llama-3.2-1b": (2_048, 8_192, 16, 32, 8, 64, 128_256, True, 5e5, 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_built_model_has_exactly_the_published_figures(name: str) -> None:
+    """Of the modules where they show it, of the configuration elsewhere: Qwen2's has no head dimension."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(PRESETS[name]))
+    config, layers = model.config, model.model.layers
+    attention, mlp = layers[0].self_attn, layers[0].mlp
+    vocab, hidden = model.get_input_embeddings().weight.shape
+    assert FIGURES[name] == (
+        hidden,
+        mlp.gate_proj.out_features,
+        len(layers),
+        attention.q_proj.out_features // attention.head_dim,
+        attention.k_proj.out_features // attention.head_dim,
+        attention.head_dim,
+        vocab,
+        model.get_input_embeddings().weight is model.get_output_embeddings().weight,
+        config.rope_parameters["rope_theta"],
+        config.rms_norm_eps,
+    )
+    assert hasattr(attention, "q_norm") == name.startswith("qwen3")
+    assert (config.rope_parameters["rope_type"] == "llama3") == name.startswith("llama")
+
+
+def test_the_public_presets_are_the_ones_with_published_figures() -> None:
+    assert set(PRESETS) == {*FIGURES, *TINY}
+    assert set(PUBLISHED) == set(FIGURES)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_transformers_has_nothing_to_warn_of_in_a_preset(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It does where the context before scaling is not shorter than the whole, as in a small llama3 preset."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        config_of(PRESETS[name]).validate_rope()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

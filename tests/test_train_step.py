@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from harness.cells import Measure, Task
 from harness.rows import Result
-from probes.train_step import PROBE, TrainStepAxes
+from probes.models import PRESETS
+from probes.train_step import PROBE, TrainStepAxes, work
+from probes.train_step import check as check_module
 from probes.train_step import training as training_module
 from probes.train_step.work import run
+from tc_volta.kernels import KERNELS
 from tests.conftest import ROOT
 
 
@@ -81,6 +87,39 @@ def test_the_kernel_in_the_row_is_the_one_that_ran(attention: str, ran: str) -> 
     assert found.verdict == "ok"
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "math", "flash"])
+def test_half_precision_is_right_with_every_kernel_of_a_cpu(attention: str, dtype: str) -> None:
+    found = cell(attention=attention, dtype=dtype)
+    assert found.status == "ok"
+    assert found.attention
+    assert found.attention.honoured
+    assert found.verdict in ("ok", "caveat"), found.verdict_reason
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda dq, dk, dv: (dq, dk * 1.5, dv),
+        lambda dq, dk, dv: (torch.zeros_like(dq), dk, dv),
+        lambda dq, dk, dv: (dq, dk, -dv),
+    ],
+    ids=["dk too long", "no dq", "dv turned round"],
+)
+def test_a_kernel_whose_backward_is_wrong_is_a_mismatch_that_names_a_tensor(
+    spoil: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = KERNELS["flash"]
+    wrong = dataclasses.replace(right, backward=lambda dout, saved: spoil(*right.backward(dout, saved)))
+    monkeypatch.setitem(KERNELS, "flash", wrong)
+    found = cell(attention="flash")
+    assert (found.status, found.verdict) == ("ok", "mismatch")
+    assert found.parity
+    assert found.parity.worst[0].name in found.verdict_reason
+    assert "self_attn" in found.verdict_reason
+    assert len(found.step_s) == 2
+
+
 @pytest.mark.parametrize("model", ["tiny-qwen2-12h", "tiny-qwen3-6h", "tiny-llama-4h"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_class_is_checked_against_float64(model: str, dtype: str) -> None:
@@ -138,6 +177,41 @@ def test_a_kernel_that_did_not_run_is_unsupported_and_the_timing_is_kept(
     assert found.reason.startswith("asked for flash, math ran: ")
     assert "aten::bmm" in found.reason
     assert len(found.step_s) == 2
+
+
+def test_a_kernel_that_refuses_a_call_is_unsupported_in_its_own_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> object:
+        raise ValueError("head dim 512; this kernel takes at most 256")
+
+    monkeypatch.setitem(KERNELS, "flash", dataclasses.replace(KERNELS["flash"], forward=refuse))
+    found = cell(attention="flash")
+    assert (found.status, found.reason) == ("unsupported", "head dim 512; this kernel takes at most 256")
+
+
+def test_memory_that_runs_out_in_the_check_costs_no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5.00 GiB.")
+
+    monkeypatch.setattr(check_module, "gradients", short)
+    found = cell(attention="sdpa")
+    assert (found.status, found.verdict) == ("ok", "no_reference")
+    assert "5.00 GiB" in found.verdict_reason
+    assert len(found.step_s) == 2
+    assert found.attention
+
+
+def test_memory_that_runs_out_under_the_profiler_is_a_note_and_the_check_still_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def short(*_: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5.00 GiB.")
+
+    monkeypatch.setattr(work, "observe", short)
+    found = cell(attention="sdpa")
+    assert (found.status, found.verdict, found.attention) == ("ok", "ok", None)
+    assert "5.00 GiB" in found.notes[0]
 
 
 def test_host_memory_that_runs_out_is_oom_with_the_bytes() -> None:
@@ -219,6 +293,23 @@ def test_estimates_grow_with_what_costs() -> None:
         < estimate(seq=8192, compile="layers")
         < estimate(seq=8192, compile="model")
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("compile", ["none", "mlp", "layers", "model"])
+def test_every_estimate_is_positive(device: str, compile: str) -> None:
+    for model in PRESETS:
+        chosen = TrainStepAxes(model=model, seq=2, compile=compile)  # type: ignore[arg-type]
+        assert PROBE.estimate_s(chosen, device, Measure(steps=1, warmup_steps=0, check=False)) > 0  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_folder_is_a_cell_whose_cost_is_not_known_beforehand(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    training_module.build("tiny-llama-4h", device="cpu", dtype=torch.float32).save_pretrained(folder)
+    found = cell(model=str(folder), attention="flash")
+    assert (found.status, found.verdict, found.flops_per_step) == ("ok", "ok", None)
+    chosen = TrainStepAxes(model=str(folder), seq=32)
+    assert PROBE.estimate_s(chosen, "cpu", Measure()) > 0
 
 
 def test_only_a_compiled_cell_on_a_cpu_needs_the_compiler_prepared() -> None:

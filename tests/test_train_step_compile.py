@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +13,11 @@ from torch import Tensor, nn
 from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
 import tc_volta
-from probes.train_step import TrainStepAxes, compiler_view
-from probes.train_step.training import Training
+from harness.cells import Measure, Task
+from harness.rows import Result
+from probes.train_step import PROBE, TrainStepAxes, compiler_view
+from probes.train_step import training as training_module
+from probes.train_step.work import run
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +84,20 @@ def test_a_recompile_has_its_reason() -> None:
     assert any("size mismatch" in why for why in found.recompiles), found.recompiles
 
 
+def test_what_runs_eagerly_after_all_is_told_with_the_compilers_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> object:
+        raise AssertionError("no kernel for this graph")
+
+    monkeypatch.setattr("tc_volta.backend._through", broken)
+    model = compiled(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    found = compiler_view.look(model, [])
+    assert found.graphs == 0
+    assert found.fallbacks == ("AssertionError: no kernel for this graph",)
+
+
 def test_an_eager_model_beside_it_adds_nothing() -> None:
     model = compiled(nn.Linear(4, 4))
     nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
@@ -133,16 +152,53 @@ def test_private_names_of_torch_are_there() -> None:
     assert isinstance(torch._dynamo.utils.graph_break_reasons, list)
 
 
-@pytest.mark.slow
-def test_a_compiled_cell_steps_and_is_reported() -> None:
-    """Real Inductor, whose C++ takes half a minute the first time."""
-    training = Training(
-        TrainStepAxes(model="tiny-qwen2-4h", seq=64, attention="flash", compile="mlp"), "cpu", 0
+def cell(compile: str) -> Result:
+    """One cell in this process, on a CPU."""
+    axes = TrainStepAxes(model="tiny-qwen2-4h", seq=32, attention="flash", compile=compile)  # type: ignore[arg-type]
+    task = Task(
+        id="t",
+        work=PROBE.work,
+        axes={},
+        device="cpu",
+        measure=Measure(steps=2, warmup_steps=0),
+        seed=0,
+        folder="",
+        result_path="",
+        log_path="",
     )
-    losses = {float(training.step()) for _ in range(2)}
-    found = compiler_view.look(training.model, [])
-    assert len(losses) == 1
-    assert found.graphs == 1  # both layers share it
-    assert found.fallbacks == ()
-    assert found.phases_s["code generation and kernels"]
-    assert sum(compiler_view.cache_use().values()) >= 2
+    return run(axes, task)
+
+
+@pytest.mark.parametrize(("compile", "graphs"), [("mlp", 1), ("layers", 1), ("model", 1)])
+def test_a_compiled_cells_row_has_its_graphs_its_kernel_and_its_verdict(
+    compile: str, graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Inductor, for the time's sake. Layers of one shape share a graph."""
+    how = training_module._COMPILERS[compile]
+    monkeypatch.setitem(training_module._COMPILERS, compile, partial(how, backend="aot_eager"))
+    found = cell(compile)
+    assert found.status == "ok"
+    assert found.compile
+    assert (found.compile.graphs, found.compile.graph_breaks, found.compile.recompiles) == (graphs, (), ())
+    assert found.compile.fallbacks == ()
+    assert found.compile.asked == f"{compile}, mode default"
+    assert found.attention
+    assert found.attention.ran == "flash"
+    assert found.verdict == "ok", found.verdict_reason
+    assert len(set(found.loss)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", ["mlp", "layers"])
+def test_a_cell_through_inductor_is_right_and_its_seconds_are_told(
+    compile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache is its own: with one that an earlier run left, no kernel is generated."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = cell(compile)
+    assert found.compile
+    assert found.compile.graphs == 1  # both layers share it
+    assert found.compile.fallbacks == ()
+    assert found.compile.phases_s["code generation and kernels"]
+    assert found.facts == {"fxgraph_cache_hit": 0, "fxgraph_cache_miss": 2}
+    assert found.verdict == "ok", found.verdict_reason

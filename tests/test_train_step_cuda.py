@@ -51,6 +51,25 @@ def test_each_kernel_is_measured_seen_and_checked_or_refused_with_a_reason(atten
     assert found.verdict in ("ok", "caveat"), found.verdict_reason
 
 
+@pytest.mark.parametrize("attention", ["flash", "efficient", "math"])
+def test_a_real_model_is_measured_with_the_kernel_that_was_asked_for(attention: str) -> None:
+    found = cell(model="qwen2.5-0.5b", seq=512, attention=attention)
+    if found.status == "unsupported" and attention == "flash":  # needs sm_80
+        assert found.reason
+        return
+    assert found.status == "ok", found.reason
+    assert found.attention
+    assert (found.attention.ran, found.attention.honoured) == (attention, True)
+    assert found.attention.source.startswith("profiler: ")
+    assert found.verdict in ("ok", "caveat"), found.verdict_reason
+    peaks = found.memory
+    assert peaks.allocated_peak_bytes
+    assert peaks.reserved_peak_bytes
+    assert peaks.reserved_peak_bytes >= peaks.allocated_peak_bytes > 2 * 2 * 494_032_768  # weights, gradients
+    assert found.device_before
+    assert found.device_after
+
+
 def test_a_small_model_has_a_float64_reference_and_a_large_one_float32() -> None:
     small = cell(attention="efficient").parity
     large = cell(attention="efficient", model="qwen2.5-0.5b", seq=1024, checkpointing=True).parity
