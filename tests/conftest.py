@@ -16,7 +16,9 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads on busy cores made small models four times slower
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # spinning threads on busy cores made small models four times slower
 
 from harness import session, suite  # noqa: E402
 from harness.cells import Probe  # noqa: E402

@@ -21,6 +21,7 @@ class SampleAxes(Axes, frozen=True, kw_only=True):
 def run(axes: SampleAxes, task: Task) -> Result:
     if axes.do == "sleep":
         time.sleep(axes.s)
+        return Result(facts={"visible": os.environ.get("CUDA_VISIBLE_DEVICES")})
     if axes.do == "env":
         return Result(facts={name: os.environ.get(name) for name in WATCHED})
     if axes.do == "random":
