@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from harness import environ, outcome
 from harness.cells import Cell, Task
 from harness.isolate import Kind, Launched, Launcher, Lost
 from harness.rows import Isolation, Result, Row
+from harness.running import Running
 from harness.store import Folder
 from harness.suite import Suite
 from harness.wire import Ended
@@ -50,19 +50,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: dict[str, str] = {}
 
 
-class _Running(msgspec.Struct, kw_only=True):
-    cell: Cell
-    task: Task
-    devices: tuple[str, ...]
-    neighbours: set[str]
-    asked_at: float
-    started_at: str
-    oom_kills: int
-    launched: Launched | None = None
-    deadline: float = float("inf")
-    signals: int = 0  # 0 running, 1 TERM sent, 2 KILL sent, 3 server abandoned
-
-
 class Interrupted(Exception):
     """The user ended the run; every finished row is kept."""
 
@@ -76,7 +63,7 @@ class Runner:
         self._launcher = launcher
         self._progress = progress
         self._pending = collections.deque(plan.cells)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._free = list(plan.devices)
         self._stop = 0
         self._kind = _kind(plan)
@@ -142,7 +129,7 @@ class Runner:
             devices = tuple(self._free[: cell.devices])
             del self._free[: cell.devices]
         task = self._task(cell, devices)
-        running = _Running(
+        running = Running(
             cell=cell,
             task=task,
             devices=devices,
@@ -199,7 +186,7 @@ class Runner:
                 running, Result(status="timeout" if running.signals else "crashed", reason=event.reason), None
             )
         elif event.exit == _STALE and not running.signals:
-            why = (outcome.log_tail(_log(running)) or ("the fork was not fresh",))[-1]
+            why = (outcome.log_tail(running.log) or ("the fork was not fresh",))[-1]
             self._launcher.start(running.task, self._kind, why)
         else:
             result = outcome.judge(
@@ -213,7 +200,7 @@ class Runner:
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
         for id, running in self._running.items():
-            outcome.cap_log(_log(running))
+            outcome.cap_log(running.log)
             if now < running.deadline:
                 continue
             running.signals += 1
@@ -227,28 +214,16 @@ class Runner:
                 self._launcher.abandon(id)
                 running.deadline = float("inf")
 
-    def _finish(self, running: _Running, result: Result, ended: Ended | None) -> None:
+    def _finish(self, running: Running, result: Result, ended: Ended | None) -> None:
         del self._running[running.task.id]
         self._free += running.devices
         if ended and result.memory.host_peak_bytes is None:
             memory = msgspec.structs.replace(result.memory, host_peak_bytes=ended.max_rss_bytes)
             result = msgspec.structs.replace(result, memory=memory)
-        launched = running.launched
-        isolation = Isolation(
-            method=launched.method if launched else "none",
-            reason=launched.reason if launched else "",
-            cache=running.task.measure.cache,
-            pid=launched.pid if launched else None,
-            exit=ended.exit if ended else "",
-            cpu_s=ended.cpu_s if ended else None,
-            killed_strays=ended.killed_strays if ended else 0,
-            neighbours=tuple(sorted(running.neighbours)),
-            devices=running.devices,
-            env=self._plan.suite.file.env,
-        )
+        isolation = running.isolation(ended, self._plan.suite.file.env)
         wall_s = time.monotonic() - running.asked_at
-        self._write(running.cell, result, isolation, running.started_at, wall_s, _log(running))
-        _discard(running)
+        self._write(running.cell, result, isolation, running.started_at, wall_s, running.log)
+        running.discard()
 
     def _write(
         self,
@@ -285,20 +260,6 @@ class Runner:
 def _expected(cell: Cell, result: Result) -> bool:
     verdict_fits = result.verdict is None or result.verdict in cell.expect_verdict
     return result.status in (*cell.expect_status, "skipped") and verdict_fits
-
-
-def _log(running: _Running) -> Path:
-    return Path(running.task.log_path)
-
-
-def _discard(running: _Running) -> None:
-    """The cell's scratch folder, and its log if nothing was printed."""
-    shutil.rmtree(running.task.folder, ignore_errors=True)
-    log = _log(running)
-    outcome.cap_log(log, outcome.KEPT_LOG_BYTES)
-    with contextlib.suppress(OSError):
-        if log.stat().st_size == 0:
-            log.unlink()
 
 
 def _kind(plan: Plan) -> Kind:
