@@ -17,7 +17,8 @@ def show(suite: Suite, console: Console, list_cells: bool = True) -> None:
     """Print the plan; of a suite with very many cells, the first ones."""
     axes = varying(suite.cells)
     console.print(
-        f"[bold]{suite.file.title}[/bold]  ({suite.name}: probe {suite.probe.name}, {suite.file.device})"
+        f"[bold]{suite.file.title}[/bold]  ({suite.name}: probe {suite.probe.name}, {suite.file.device})",
+        soft_wrap=True,
     )
     fixed = {k: v for k, v in suite.cells[0].axes.items() if k not in axes} if suite.cells else {}
     console.print(f"the same in every cell: {short_name(fixed, ())}", style="dim", soft_wrap=True)
