@@ -238,6 +238,7 @@ def test_what_was_measured_before_memory_ran_out_is_kept(monkeypatch: pytest.Mon
     assert found.first_step_s
     assert len(found.loss) == 3
     assert len(found.step_s) == 1
+    assert found.memory.host_peak_bytes
 
 
 def test_other_errors_are_not_called_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

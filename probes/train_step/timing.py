@@ -57,7 +57,14 @@ class Timed:
 
 
 def run(step: Step, measure: Measure, device: str, timed: Timed) -> None:
-    """Take the steps, noting into `timed` as it goes."""
+    """Take the steps, noting into `timed` as it goes; a step that raises leaves what was noted, and the peaks."""
+    try:
+        _run(step, measure, device, timed)
+    finally:
+        timed.host_peak_bytes = _host_peak_bytes()
+
+
+def _run(step: Step, measure: Measure, device: str, timed: Timed) -> None:
     with _peaks(device, timed.first):
         began = time.perf_counter()
         timed.loss.append(step())
@@ -69,7 +76,6 @@ def run(step: Step, measure: Measure, device: str, timed: Timed) -> None:
     timed.before = gpu_state.read() if device == "cuda" else None
     with _peaks(device, timed.steady):
         _take(step, measure.steps, device, timed)
-    timed.host_peak_bytes = _host_peak_bytes()
 
 
 def _take(step: Step, steps: int, device: str, timed: Timed) -> None:
