@@ -76,7 +76,9 @@ def run(
     counts = ", ".join(f"{n} {status}" for status, n in sorted(outcome.counts.items()))
     state = "interrupted: " if outcome.interrupted else ""
     out.print(
-        f"{state}{sum(outcome.counts.values())}/{outcome.cells} rows in {outcome.folder} ({counts or 'none'})"
+        f"{state}{sum(outcome.counts.values())}/{outcome.cells} rows in {outcome.folder} ({counts or 'none'})",
+        markup=False,
+        soft_wrap=True,
     )
     if outcome.unexpected:
         out.print(f"{outcome.unexpected} of them not as the suite expects", style="red")
@@ -138,7 +140,7 @@ def _render(runs: list[Path], folder: Path, fmt: Literal["md", "html"] | str) ->
 
     for path in render([load_run(run) for run in runs], folder, cast("Literal['md', 'html']", fmt)):
         if path.suffix in (".md", ".html"):
-            out.print(f"report: {path}", soft_wrap=True)
+            out.print(f"report: {path}", markup=False, soft_wrap=True)
 
 
 def guarded(command: typer.Typer, name: str) -> int:

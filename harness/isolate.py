@@ -177,6 +177,8 @@ class Launcher:
         self._selector.close()
         _unlock(self.shared)
         shutil.rmtree(self.scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the folder of all runners' scratch, if it is there and empty
+            (self._folder / "scratch").rmdir()
 
     def _server(self, kind: Kind) -> _Server:
         if kind not in self._servers:
@@ -245,9 +247,12 @@ def _kill_server(server: _Server) -> None:
 
 def _scratch(folder: Path) -> Path:
     """An empty scratch root: in the run's folder, or where that path is too long, in the system's."""
-    inside = folder.resolve() / "scratch"
-    _unlock(inside / "shared")
-    shutil.rmtree(inside, ignore_errors=True)  # of a runner that was killed; the lock is ours now
+    base = folder.resolve() / "scratch"
+    for left in base.glob("*/shared"):
+        _unlock(left)
+    shutil.rmtree(base, ignore_errors=True)  # of a runner that was killed; the lock is ours now
+    # Its server may still be finishing, and then removes its own: names are never shared.
+    inside = base / f"{os.getpid():x}"
     if len(str(inside)) <= _LONGEST_SCRATCH:
         return inside
     try:

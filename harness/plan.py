@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 
 from rich.console import Console
+from rich.markup import escape
 
 from harness.progress import duration, short_name
 from harness.session import estimate_s, varying
@@ -17,7 +18,7 @@ def show(suite: Suite, console: Console, list_cells: bool = True) -> None:
     """Print the plan; of a suite with very many cells, the first ones."""
     axes = varying(suite.cells)
     console.print(
-        f"[bold]{suite.file.title}[/bold]  ({suite.name}: probe {suite.probe.name}, {suite.file.device})",
+        f"[bold]{escape(suite.file.title)}[/bold]  ({suite.name}: probe {suite.probe.name}, {suite.file.device})",
         soft_wrap=True,
     )
     fixed = {k: v for k, v in suite.cells[0].axes.items() if k not in axes} if suite.cells else {}

@@ -85,6 +85,8 @@ def only(suite: Suite, filters: list[str]) -> Suite:
                 raise unknown("value", value, sorted(present), f"--only {item}")
         wanted.append((axis, set(values.split(","))))
     cells = tuple(c for c in suite.cells if all(_word(c.axes[a]) in v for a, v in wanted))
+    if not cells:
+        raise HarnessError(f"--only {' --only '.join(filters)}: no cell matches all of them")
     return msgspec.structs.replace(suite, cells=cells, whole=suite.whole or suite.cells)
 
 
