@@ -32,6 +32,7 @@ RECORDED = (
     "GOMP_",
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
+    "PYTHONPATH",
     "CC",
     "CXX",
 )
