@@ -185,7 +185,7 @@ class Runner:
             self._finish(
                 running, Result(status="timeout" if running.signals else "crashed", reason=event.reason), None
             )
-        elif event.exit == _STALE and not running.signals:
+        elif event.exit == _STALE and not running.signals and running.task.check_fresh and _forked(running):
             why = (outcome.log_tail(running.log) or ("the fork was not fresh",))[-1]
             self._launcher.start(running.task, self._kind, why)
         else:
@@ -255,6 +255,11 @@ class Runner:
         )
         self._folder.write(row)
         self._progress.ended(cell, row)
+
+
+def _forked(running: Running) -> bool:
+    """Whether it ran as a fork: a cold cell that exits with the stale code means something of its own."""
+    return running.launched is not None and running.launched.method == "forkserver"
 
 
 def _expected(cell: Cell, result: Result) -> bool:

@@ -64,8 +64,8 @@ def execute(suite: Suite, options: Options, console: Console) -> Outcome:
         digests = fingerprint.digests(environment)
         key = digests["stack"][:6] + digests["device"][:6] + digests["host"][:6] + digests["code"][:6]
         run.environments[key] = environment
-        done = _done(folder, suite, digests, options.retry)
         ids, why = _devices(suite.file.device, options.devices)
+        done = _done(folder, suite, digests, options.retry, why)
         plan = Plan(
             suite=suite,
             cells=tuple(cell for cell in suite.cells if cell.id not in done),
@@ -177,7 +177,9 @@ def _run_file(folder: Folder, suite: Suite) -> tuple[RunFile, dict[str, dict[str
     return run, fingerprint.environment(suite.file.device, suite.probe)
 
 
-def _done(folder: Folder, suite: Suite, digests: dict[str, str], retry: bool) -> dict[str, Row]:
+def _done(
+    folder: Folder, suite: Suite, digests: dict[str, str], retry: bool, no_device: str
+) -> dict[str, Row]:
     """Rows that stand: of a cell of this suite, with the same stack, device and code.
 
     A row that does not stand is replaced when its cell is measured again. Rows of cells that the suite,
@@ -188,8 +190,10 @@ def _done(folder: Folder, suite: Suite, digests: dict[str, str], retry: bool) ->
     done: dict[str, Row] = {}
     for row in folder.read():
         id = f"{row.cell}.r{row.replicate}"
-        if id in wanted and _stands(row, wanted[id], digests, retry):
-            done[id] = row
+        if id in wanted and (
+            _stands(row, wanted[id], digests, retry) or (no_device and row.status != "skipped")
+        ):
+            done[id] = row  # without its device a cell can only be skipped: what was measured stays
         elif id not in wanted and id not in others:
             folder.put_aside(row, "is of a cell that the suite no longer has")
     return done

@@ -77,3 +77,16 @@ def test_the_callers_own_selection_is_what_positions_refer_to(monkeypatch: pytes
     assert devices.cuda_ids({"CUDA_VISIBLE_DEVICES": "7, MIG-x"}) == (("7", "MIG-x"), "")
     assert devices.cuda_ids({"CUDA_VISIBLE_DEVICES": ""})[0] == ()
     assert devices.cuda_ids({})[0] == tuple("01234567")
+
+
+def test_measured_rows_stay_where_their_device_is_gone(
+    run_suite: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from harness import fingerprint
+
+    monkeypatch.setattr(devices, "cuda_ids", lambda: (("0",), ""))
+    run_suite(SLEEPERS)
+    monkeypatch.setattr(devices, "cuda_ids", lambda: ((), "no CUDA device here: a test"))
+    digests = fingerprint.digests
+    monkeypatch.setattr(fingerprint, "digests", lambda parts: {**digests(parts), "device": "0" * 12})
+    assert {r.status for r in run_suite(SLEEPERS).rows} == {"ok"}
