@@ -37,8 +37,8 @@ RECORDED = (
     "CXX",
 )
 # Read when they are used, not when torch is imported: these may be set in a fork of a server that has
-# imported torch already. Everything else a suite names gets a server of its own. tests/test_environ.py
-# checks each against the installed torch.
+# imported torch already. Everything else a suite names gets a server of its own. tests/test_isolation.py
+# checks them against the installed torch.
 LATE_READ = frozenset(
     {
         "TORCHINDUCTOR_CACHE_DIR",
@@ -61,8 +61,12 @@ _ALWAYS = {
 def server_env(caller: Mapping[str, str], named: Mapping[str, str]) -> dict[str, str]:
     """The environment of a server: the caller's without behaviour flags, plus the suite's early-read ones."""
     kept = {name: value for name, value in caller.items() if not name.startswith(SCRUBBED)}
-    early = {name: value for name, value in named.items() if name not in LATE_READ}
-    return {**kept, **_ALWAYS, **early}
+    return {**kept, **_ALWAYS, **early(named)}
+
+
+def early(named: Mapping[str, str]) -> dict[str, str]:
+    """The part of the suite's variables that is read at import, and so decides which server a cell gets."""
+    return {name: value for name, value in named.items() if name not in LATE_READ}
 
 
 def late(named: Mapping[str, str]) -> dict[str, str]:

@@ -241,8 +241,9 @@ def _try_send(server: _Server, message: Start | Kill) -> None:
 
 
 def _kill_server(server: _Server) -> None:
-    """Kill the server's session; its cells die with it (parent-death signal)."""
-    server.process.kill()
+    """Kill the server and the compilers it started; its cells die with it (parent-death signal)."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
 
 
 def _scratch(folder: Path) -> Path:

@@ -33,7 +33,7 @@ class Memory(Record, frozen=True, kw_only=True):
     reserved_peak_bytes: int | None = None
     compile_allocated_peak_bytes: int | None = None  # first step: trace, compile, run once
     compile_reserved_peak_bytes: int | None = None
-    host_peak_bytes: int | None = None  # resident set of the whole process, so far
+    host_peak_bytes: int | None = None  # resident set of the process, libraries included
 
 
 class GraphBreak(Record, frozen=True, kw_only=True):

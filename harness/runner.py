@@ -185,7 +185,7 @@ class Runner:
             self._finish(
                 running, Result(status="timeout" if running.signals else "crashed", reason=event.reason), None
             )
-        elif event.exit == _STALE and not running.signals and running.task.check_fresh and _forked(running):
+        elif event.exit == _STALE and not running.signals and _forked(running):
             why = (outcome.log_tail(running.log) or ("the fork was not fresh",))[-1]
             self._launcher.start(running.task, self._kind, why)
         else:
@@ -269,12 +269,11 @@ def _expected(cell: Cell, result: Result) -> bool:
 
 def _kind(plan: Plan) -> Kind:
     probe = plan.suite.probe
-    early = {n: v for n, v in plan.suite.file.env.items() if n not in environ.LATE_READ}
     needs = any(
         probe.needs_prepare(msgspec.convert(c.axes, probe.axes), c.device) for c in plan.cells if not c.skip
     )
     return Kind(
         preload=probe.preload,
         prepare=probe.prepare if needs and not plan.no_device else "",
-        env=tuple(sorted(early.items())),
+        env=tuple(sorted(environ.early(plan.suite.file.env).items())),
     )

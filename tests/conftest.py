@@ -66,15 +66,20 @@ def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     shm = set(os.listdir("/dev/shm"))
     monkeypatch.setenv("HARNESS_TEST", str(tmp_path))  # every process of the run inherits it
     yield
-    left = [p for p in psutil.process_iter() if _marked(p, str(tmp_path))]
+    left = processes_of(tmp_path)
     assert not left, left
     new = [name for name in set(os.listdir("/dev/shm")) - shm if name.startswith(("psm_", "torch_", "sem."))]
     assert not new or not _still_there(new), new
 
 
+def processes_of(test: Path) -> list[psutil.Process]:
+    """The living processes that inherited HARNESS_TEST = this test's folder, forks of a server included."""
+    return [process for process in psutil.process_iter() if _marked(process, str(test))]
+
+
 def _marked(process: psutil.Process, value: str) -> bool:
     try:
-        return process.environ().get("HARNESS_TEST") == value
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get("HARNESS_TEST") == value
     except psutil.Error:
         return False
 

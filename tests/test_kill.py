@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ROOT, rows_of
+from tests.conftest import ROOT, processes_of, rows_of
 from tests.sample import HEAD
 
 _RUN = """
@@ -34,6 +34,7 @@ def _start(tmp_path: Path, toml: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", _RUN, str(file), str(tmp_path / "run")],
         cwd=ROOT,
+        env={**os.environ, "HARNESS_TEST": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -41,20 +42,9 @@ def _start(tmp_path: Path, toml: str) -> subprocess.Popen[str]:
     )
 
 
-def _harness_processes(tmp_path: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(str(tmp_path) in word for word in process.cmdline()) and process.status() != "zombie":
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def _wait_until_gone(tmp_path: Path, within_s: float = 5) -> None:
     limit = time.monotonic() + within_s
-    while left := _harness_processes(tmp_path):
+    while left := processes_of(tmp_path):
         assert time.monotonic() < limit, f"still there: {left}"
         time.sleep(0.02)
 
@@ -97,6 +87,9 @@ def test_a_running_cell_dies_with_its_runner(tmp_path: Path) -> None:
     server = psutil.Process(runner.pid).children()[0]
     family = [server, *server.children(recursive=True)]
     assert len(family) == 2
+    assert {p.pid for p in family} < {p.pid for p in processes_of(tmp_path)}, (
+        "else the leak check sees nothing"
+    )
     runner.kill()
     runner.wait()
     _, alive = psutil.wait_procs(family, timeout=5)
