@@ -9,6 +9,7 @@ Importing registers the op and changes nothing else.
 
 from tc_volta.choice import Choice, choose, usable
 from tc_volta.compiler import compile, compile_layers, compile_mlp_only, decoder_layers
+from tc_volta.errors import Unsupported
 from tc_volta.kernels import KERNELS, Kernel
 from tc_volta.op import flash_attn, flash_attn_backward
 from tc_volta.policy import Decision, DeviceFacts, decision, device_facts, policy
@@ -25,6 +26,7 @@ __all__ = [
     "Report",
     "Request",
     "Routing",
+    "Unsupported",
     "attention_name",
     "choose",
     "compile",

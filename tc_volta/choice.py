@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tc_volta.errors import Unsupported
 from tc_volta.kernels import KERNELS
 from tc_volta.request import Request
 
@@ -18,14 +19,14 @@ class Choice(NamedTuple):
 def choose(request: Request, kernel: str = "auto") -> Choice:
     """The kernel that serves the request, with the reason. Runs nothing.
 
-    Raises ValueError for an unknown kernel, and for a named kernel that cannot serve: never another instead.
+    Raises ValueError for an unknown kernel, and Unsupported for a named kernel that cannot serve: never another instead.
     """
     if kernel != "auto":
         if kernel not in KERNELS:
             raise ValueError(f"unknown kernel {kernel!r}; there are auto, {', '.join(KERNELS)}")
         why = KERNELS[kernel].unusable(request)
         if why:
-            raise ValueError(f"kernel {kernel!r} cannot serve this call: {why}")
+            raise Unsupported(f"kernel {kernel!r} cannot serve this call: {why}")
         return Choice(kernel, "asked for")
     passed: list[str] = []
     for name, record in KERNELS.items():

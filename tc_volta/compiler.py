@@ -16,6 +16,7 @@ from torch import nn
 
 from tc_volta.backend import recording
 from tc_volta.batch import noting_plain
+from tc_volta.errors import Unsupported
 from tc_volta.policy import Decision, DeviceFacts, decision, policy
 from tc_volta.report import Report, keep
 
@@ -39,7 +40,7 @@ def compile(
     device: whose policy rules; the parameters' own by default.
     options: Inductor settings, over the mode's and over the policy's (the report notes it).
     backend: "inductor", or another of Dynamo's, "aot_eager" or "eager" to bisect.
-    Raises ValueError for an unknown mode, option or backend, and for what the device's policy refuses.
+    Raises ValueError for an unknown mode, option or backend, and Unsupported for what the device's policy refuses.
     """
     record = _planned(model, "model", mode, device, options, backend)
     _compile_each(model, [model], record, dynamic, fullgraph, backend)
@@ -90,7 +91,7 @@ def compile_mlp_only(
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The model's decoder layers: `layers` or `model.layers`, as Qwen2, Qwen3 and Llama have them.
 
-    Raises ValueError for a model with neither.
+    Raises Unsupported for a model with neither.
     """
     for path in ("layers", "model.layers"):
         found: object = model
@@ -98,13 +99,13 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
             found = getattr(found, name, None)
         if isinstance(found, nn.ModuleList) and len(found):
             return list(found)
-    raise ValueError(f"{type(model).__name__} has no decoder layers: looked for `layers` and `model.layers`")
+    raise Unsupported(f"{type(model).__name__} has no decoder layers: looked for `layers` and `model.layers`")
 
 
 def _mlp(layer: nn.Module) -> nn.Module:
     mlp = getattr(layer, "mlp", None)
     if not isinstance(mlp, nn.Module):
-        raise ValueError(f"{type(layer).__name__} has no module `mlp` to compile")
+        raise Unsupported(f"{type(layer).__name__} has no module `mlp` to compile")
     return mlp
 
 
@@ -142,7 +143,7 @@ def _known(what: str, word: str, words: Iterable[str]) -> None:
 def _refuse(model: nn.Module, decisions: Iterable[Decision]) -> None:
     refused = {d.name: d for d in decisions if d.refuses}
     if "bf16" in refused and any(p.dtype == torch.bfloat16 for p in model.parameters()):
-        raise ValueError(f"bfloat16 parameters: {refused['bf16'].reason}")
+        raise Unsupported(f"bfloat16 parameters: {refused['bf16'].reason}")
 
 
 def _settled(

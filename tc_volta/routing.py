@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tc_volta.batch import mask_unless_plain
+from tc_volta.errors import Unsupported
 from tc_volta.kernels import KERNELS
 from tc_volta.op import flash_attn
 
@@ -53,12 +54,12 @@ def _for_transformers(kernel: str) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         """[B, H, S, D] queries and compact [B, G, T, D] keys in; [B, S, H, D] out, as transformers expects."""
         if dropout:
-            raise ValueError(
+            raise Unsupported(
                 f"dropout is {dropout}; tc_volta's attention offers none: set attention_dropout to 0"
             )
         for name in ("softcap", "s_aux", "position_bias"):
             if others.get(name) is not None:
-                raise ValueError(f"{name} is given; tc_volta's attention does not know it")
+                raise Unsupported(f"{name} is given; tc_volta's attention does not know it")
         wanted = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         causal = wanted and attention_mask is None and query.shape[2] > 1
         # A mask holds the window already; without one, a window as long as the sequence is none.

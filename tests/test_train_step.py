@@ -20,7 +20,7 @@ from probes.train_step import PROBE, TrainStepAxes, work
 from probes.train_step import check as check_module
 from probes.train_step import training as training_module
 from probes.train_step.work import run
-from tc_volta.kernels import KERNELS
+from tc_volta import KERNELS, Unsupported
 from tests.conftest import ROOT
 
 
@@ -183,7 +183,7 @@ def test_a_kernel_that_refuses_a_call_is_unsupported_in_its_own_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> object:
-        raise ValueError("head dim 512; this kernel takes at most 256")
+        raise Unsupported("head dim 512; this kernel takes at most 256")
 
     monkeypatch.setitem(KERNELS, "flash", dataclasses.replace(KERNELS["flash"], forward=refuse))
     found = cell(attention="flash")

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+import tc_volta
 from harness.cells import Task
 from harness.rows import AttentionReport, CompileReport, Result, Status
 from probes.models import shape_of, train_flops
@@ -99,7 +100,7 @@ def _faults() -> Iterator[_Fault]:
     fault = _Fault()
     try:
         yield fault
-    except ValueError as error:  # tc_volta's, with the numbers: this kernel or mode is not for this card
+    except tc_volta.Unsupported as error:  # with the numbers: this kernel or mode is not for this card
         fault.status, fault.reason = "unsupported", str(error)
     except (MemoryError, RuntimeError) as error:
         if not (short := out_of_memory(error)):
