@@ -11,15 +11,17 @@ from typing import Annotated, Literal, cast
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from harness import devices
 from harness import suite as suites
 from harness.cells import Device
+from harness.console import console
 from harness.errors import HarnessError, unknown
 from harness.suite import Suite
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-out = Console(highlight=False)
+out = console()
 
 SuiteName = Annotated[str, typer.Argument(help="A name in suites/ (single) or a path of a TOML file")]
 DeviceName = Annotated[
@@ -110,7 +112,9 @@ def answers(runs: Annotated[list[Path], typer.Argument(help="Folders of runs")])
     from reports.load import load_run
 
     for answer in derive([load_run(path) for path in runs]):
-        out.print(f"[bold]{answer.question}[/bold] {answer.sentence}", soft_wrap=True)
+        out.print(Text.assemble((answer.question, "bold"), f" {answer.sentence}"), soft_wrap=True)
+        for line in answer.reservations:
+            out.print(Text(f"  but: {line}", "yellow"), soft_wrap=True)
 
 
 @app.command()
@@ -149,6 +153,12 @@ def guarded(command: typer.Typer, name: str) -> int:
         command(prog_name=name)
     except HarnessError as error:
         Console(stderr=True, highlight=False).print(str(error), style="red", markup=False, soft_wrap=True)
+        return 2
+    except OSError as error:  # of the user's machine: a folder that is read-only, a disk that is full
+        place = f"{error.filename}: " if error.filename else ""
+        Console(stderr=True, highlight=False).print(
+            f"{place}{error.strerror or error}", style="red", markup=False, soft_wrap=True
+        )
         return 2
     except KeyboardInterrupt:
         return 130

@@ -16,6 +16,9 @@ Device = Literal["cpu", "cuda"]
 AxisValue = str | int | float | bool
 
 
+_MOST = 10**8  # of steps and of seconds: three years; infinity is no deadline
+
+
 class Axes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of a probe's axes: one field per axis, typed by a `Literal` or a constrained scalar.
 
@@ -43,6 +46,8 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ):
             if not value >= least:
                 raise ValueError(f"{name} is {value}; the least allowed is {least}")
+            if value > _MOST:
+                raise ValueError(f"{name} is {value}; the most allowed is {_MOST:,}")
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

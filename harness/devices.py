@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 
@@ -22,8 +23,16 @@ def cuda_ids(caller: Mapping[str, str] = os.environ) -> tuple[tuple[str, ...], s
         return (), f"no CUDA device here: {why}"
     if chosen is None:
         return tuple(str(i) for i in range(count)), ""
-    ids = tuple(word.strip() for word in chosen.split(",") if word.strip())
-    return ids, "" if ids else "CUDA_VISIBLE_DEVICES is empty: no CUDA device is visible"
+    # As CUDA reads it: an index that does not exist hides itself and all that follow.
+    words = (word.strip() for word in chosen.split(","))
+    ids = tuple(itertools.takewhile(lambda word: _exists(word, count), words))
+    return ids, "" if ids else f"CUDA_VISIBLE_DEVICES is {chosen!r}: no CUDA device is visible"
+
+
+def _exists(word: str, count: int) -> bool:
+    if word.startswith(("GPU-", "MIG-")):
+        return True
+    return word.isdigit() and int(word) < count
 
 
 def pick(ids: tuple[str, ...], selection: str | None) -> tuple[str, ...]:
@@ -35,6 +44,8 @@ def pick(ids: tuple[str, ...], selection: str | None) -> tuple[str, ...]:
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise HarnessError(f"--devices {selection}: write it as 0-3 or 0,2,5")
+        if last and int(last) < int(first):
+            raise HarnessError(f"--devices {selection}: {part} counts down; write {last}-{first}")
         for i in range(int(first), int(last or first) + 1):
             if i >= len(ids):
                 raise HarnessError(

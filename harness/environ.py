@@ -81,4 +81,9 @@ def scrubbed(caller: Mapping[str, str]) -> tuple[str, ...]:
 
 def recorded(caller: Mapping[str, str]) -> dict[str, str]:
     """The passed-through variables that change what is measured, for run.json."""
-    return {name: value for name, value in sorted(caller.items()) if name.startswith(RECORDED)}
+    return {name: value for name, value in sorted(caller.items()) if _is_recorded(name)}
+
+
+def _is_recorded(name: str) -> bool:
+    """Entries of RECORDED that end in "_" are prefixes; "CC" is not CCACHE_DIR."""
+    return any(name.startswith(entry) if entry.endswith("_") else name == entry for entry in RECORDED)

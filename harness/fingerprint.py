@@ -25,6 +25,7 @@ from harness.isolate import ROOT
 RESUME_PARTS = ("stack", "device", "code")
 # Of every cell, whatever its probe: how it is started, seeded, and written.
 _HARNESS = ("harness.cells", "harness.child", "harness.environ", "harness.rows", "harness.server")
+_SELECTION = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 _LIBRARIES = (
     *("torch", "triton", "transformers", "xformers", "numpy", "bitsandbytes", "peft", "liger-kernel"),
     *("nvidia-cuda-runtime", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"),
@@ -42,15 +43,24 @@ def environment(device: Device, probe: Probe) -> dict[str, dict[str, Any]]:
     }
 
 
-def digests(parts: Mapping[str, object]) -> dict[str, str]:
+def digests(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """A short hash of each part, as a row keeps them. What does not change a figure is left out."""
-    code_hash = str(parts["code"]["hash"])  # type: ignore[index]
     hashed = {
-        name: hashlib.sha256(msgspec.json.encode(part, order="sorted")).hexdigest()[:12]
+        name: hashlib.sha256(msgspec.json.encode(_what_counts(name, part), order="sorted")).hexdigest()[:12]
         for name, part in parts.items()
         if name != "code"
     }
-    return {**hashed, "code": code_hash}
+    return {**hashed, "code": str(parts["code"]["hash"])}
+
+
+def _what_counts(name: str, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Which of eight equal GPUs was used, and how many there are, changes no figure of a cell."""
+    if name == "stack":
+        env = {k: v for k, v in part.get("env", {}).items() if k not in _SELECTION}
+        return {**part, "env": env}
+    if name == "device":
+        return {k: sorted({str(x) for x in v}) if isinstance(v, list) else v for k, v in part.items()}
+    return part
 
 
 def stack() -> dict[str, Any]:

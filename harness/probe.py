@@ -16,6 +16,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from harness import devices, session
 from harness import suite as suites
@@ -116,7 +117,8 @@ def _verdicts(folder: Path, console: Console) -> None:
     view = Table("cell", "status", "verdict", "reason", box=None, pad_edge=False)
     for row in load_run(folder).rows:
         named = " ".join(f"{k}={v}" for k, v in row.axes.items())
-        view.add_row(named, row.status, row.verdict or "", row.reason or row.verdict_reason)
+        words = (named, row.status, row.verdict or "", row.reason or row.verdict_reason)
+        view.add_row(*map(Text, words))
     console.print(view)
 
 

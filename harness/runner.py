@@ -6,11 +6,9 @@ One thread, one loop: start what fits, sleep until a process speaks or a deadlin
 from __future__ import annotations
 
 import collections
-import contextlib
 import datetime
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +16,7 @@ import msgspec
 
 from harness import environ, outcome
 from harness.cells import Cell, Task
+from harness.interrupts import Interrupts
 from harness.isolate import Kind, Launched, Launcher, Lost
 from harness.rows import Isolation, Result, Row
 from harness.running import Running
@@ -57,7 +56,9 @@ class Interrupted(Exception):
 class Runner:
     """One execution of a plan. Call `run` once."""
 
-    def __init__(self, plan: Plan, folder: Folder, launcher: Launcher, progress: Progress) -> None:
+    def __init__(
+        self, plan: Plan, folder: Folder, launcher: Launcher, progress: Progress, interrupts: Interrupts
+    ) -> None:
         self._plan = plan
         self._folder = folder
         self._launcher = launcher
@@ -65,37 +66,22 @@ class Runner:
         self._pending = collections.deque(plan.cells)
         self._running: dict[str, Running] = {}
         self._free = list(plan.devices)
-        self._stop = 0
+        self._interrupts = interrupts
         self._kind = _kind(plan)
 
     def run(self) -> None:
-        """Every cell gets its row. Raises Interrupted after SIGINT or SIGTERM, when no process is left."""
-        with self._interruptible():
-            while self._pending or self._running:
-                self._start_what_fits()
-                for event in self._launcher.wait(self._next_wake()):
-                    self._hear(event)
-                self._enforce_deadlines()
-                self._progress.tick()
-                if self._stop:
-                    raise Interrupted
-
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        def stop(*_: object) -> None:
-            self._stop += 1
-            if self._stop > 1:
+        """Every cell gets its row. Raises Interrupted after a signal; the launcher's cells may still run."""
+        while self._pending or self._running:
+            self._start_what_fits()
+            for event in self._launcher.wait(self._next_wake()):
+                self._hear(event)
+            self._enforce_deadlines()
+            self._progress.tick()
+            if self._interrupts.asked:
                 raise Interrupted
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _start_what_fits(self) -> None:
-        while self._pending and not self._stop:
+        while self._pending and not self._interrupts.asked:
             cell = self._pending[0]
             if why := self._why_not(cell):
                 self._pending.popleft()
@@ -245,7 +231,7 @@ class Runner:
             axes=cell.axes,
             measure=msgspec.to_builtins(plan.suite.file.measure),
             seed=plan.suite.file.seed + cell.replicate,
-            expected=_expected(cell, result),
+            expected=expected(cell, result),
             environment=plan.environment,
             fingerprint=plan.fingerprint,
             started_at=started_at,
@@ -262,7 +248,8 @@ def _forked(running: Running) -> bool:
     return running.launched is not None and running.launched.method == "forkserver"
 
 
-def _expected(cell: Cell, result: Result) -> bool:
+def expected(cell: Cell, result: Result) -> bool:
+    """Whether the suite counts on such an end."""
     verdict_fits = result.verdict is None or result.verdict in cell.expect_verdict
     return result.status in (*cell.expect_status, "skipped") and verdict_fits
 

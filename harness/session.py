@@ -14,7 +14,9 @@ from rich.console import Console
 from harness import devices, environ, fingerprint, progress
 from harness.cells import Cell, Device
 from harness.errors import HarnessError
+from harness.interrupts import Interrupts
 from harness.isolate import Launcher
+from harness.resume import standing
 from harness.rows import Row
 from harness.runner import Interrupted, Plan, Runner
 from harness.store import Folder, RunFile
@@ -57,15 +59,17 @@ def execute(suite: Suite, options: Options, console: Console) -> Outcome:
     path = options.out or LOCAL / (
         suite.name + (f".{options.shard.replace('/', '-of-')}" if options.shard else "")
     )
+    _check_text(path)
     if options.fresh:
         _set_aside(path, console)
-    with Folder(path) as folder:
+    with Interrupts() as interrupts, Folder(path) as folder:
         run, environment = _run_file(folder, suite)
         digests = fingerprint.digests(environment)
         key = digests["stack"][:6] + digests["device"][:6] + digests["host"][:6] + digests["code"][:6]
         run.environments[key] = environment
         ids, why = _devices(suite.file.device, options.devices)
-        done = _done(folder, suite, digests, options.retry, why)
+        stands = standing(folder, suite, digests, retry=options.retry, no_device=bool(why))
+        done = stands.rows
         plan = Plan(
             suite=suite,
             cells=tuple(cell for cell in suite.cells if cell.id not in done),
@@ -80,18 +84,27 @@ def execute(suite: Suite, options: Options, console: Console) -> Outcome:
                 f"--jobs {options.jobs} had no effect: cells of {suite.probe.name} are timed, and run alone"
             )
         for line in folder.set_aside + list(suite.warnings) + run.notes:
-            console.print(f"note: {line}", style="yellow", highlight=False, soft_wrap=True)
-        return _run(plan, folder, run, done, options, console)
+            console.print(f"note: {line}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        run.cells = len(suite.cells) + stands.elsewhere
+        return _run(plan, folder, run, done, options, console, interrupts)
 
 
 def _run(
-    plan: Plan, folder: Folder, run: RunFile, done: dict[str, Row], options: Options, console: Console
+    plan: Plan,
+    folder: Folder,
+    run: RunFile,
+    done: dict[str, Row],
+    options: Options,
+    console: Console,
+    interrupts: Interrupts,
 ) -> Outcome:
     suite = plan.suite
     folder.write_run(run)
     if done:
         console.print(
-            f"resuming {folder.path}: {len(done)} of {len(suite.cells)} cells have their row already"
+            f"resuming {folder.path}: {len(done)} of {len(suite.cells)} cells have their row already",
+            markup=False,
+            soft_wrap=True,
         )
     tally = _Tally(done)
     launcher = Launcher(folder.path, options.isolation)
@@ -102,7 +115,7 @@ def _run(
     watch.expect(sum(estimate_s(suite, cell) for cell in plan.cells if not cell.skip and not plan.no_device))
     try:
         with watch:
-            Runner(plan, folder, launcher, _Both(watch, tally)).run()
+            Runner(plan, folder, launcher, _Both(watch, tally), interrupts).run()
     except Interrupted:
         interrupted = True
     finally:
@@ -170,41 +183,10 @@ def _run_file(folder: Folder, suite: Suite) -> tuple[RunFile, dict[str, dict[str
     run.suite, run.title = suite.name, suite.file.title
     run.probe, run.device = suite.probe.name, suite.file.device
     run.command = ["python", "-m", "harness", *sys.argv[1:]]
-    run.cells, run.suite_toml = len(suite.cells), suite.text
-    run.baseline, run.finished_at = dict(suite.file.baseline), ""
+    run.suite_toml, run.baseline, run.finished_at = suite.text, dict(suite.file.baseline), ""
     scrubbed = environ.scrubbed(os.environ)
     run.notes = [f"behaviour flags of the caller, not passed on: {', '.join(scrubbed)}"] if scrubbed else []
     return run, fingerprint.environment(suite.file.device, suite.probe)
-
-
-def _done(
-    folder: Folder, suite: Suite, digests: dict[str, str], retry: bool, no_device: str
-) -> dict[str, Row]:
-    """Rows that stand: of a cell of this suite, with the same stack, device and code.
-
-    A row that does not stand is replaced when its cell is measured again. Rows of cells that the suite,
-    before --only and --shard, does not have are set aside: the folder holds one run of one suite.
-    """
-    wanted = {cell.id: cell for cell in suite.cells}
-    others = {cell.id for cell in suite.whole}
-    done: dict[str, Row] = {}
-    for row in folder.read():
-        id = f"{row.cell}.r{row.replicate}"
-        if id in wanted and (
-            _stands(row, wanted[id], digests, retry) or (no_device and row.status != "skipped")
-        ):
-            done[id] = row  # without its device a cell can only be skipped: what was measured stays
-        elif id not in wanted and id not in others:
-            folder.put_aside(row, "is of a cell that the suite no longer has")
-    return done
-
-
-def _stands(row: Row, cell: Cell, digests: dict[str, str], retry: bool) -> bool:
-    if retry and row.status in ("crashed", "timeout", "error"):
-        return False
-    if (row.status == "skipped") != bool(cell.skip):
-        return False  # skips cost nothing: decided anew, their reasons may have changed
-    return all(row.fingerprint.get(part) == digests[part] for part in fingerprint.RESUME_PARTS)
 
 
 def _devices(device: Device, selection: str | None) -> tuple[tuple[str, ...], str]:
@@ -216,15 +198,26 @@ def _devices(device: Device, selection: str | None) -> tuple[tuple[str, ...], st
     return devices.pick(ids, selection), why
 
 
+def _check_text(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:  # run.json and the rows' environment name it
+        raise HarnessError(f"--out {str(path)!a}: is not UTF-8") from error
+
+
 def _set_aside(path: Path, console: Console) -> None:
     if not path.exists():
         return
-    with Folder(path):  # raises when the run is in use
+    path = path.resolve()  # "." has no name of its own
+    with Folder(path):  # raises when the run is in use, and for a folder that is no run
         target = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
         while target.exists():
             target = target.with_name(f"{target.name}+")
-        path.rename(target)
-    console.print(f"the earlier run is kept in {target}")
+        try:
+            path.rename(target)
+        except OSError as error:
+            raise HarnessError(f"{path}: cannot be kept as {target}: {error.strerror}") from error
+    console.print(f"the earlier run is kept in {target}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _now() -> str:

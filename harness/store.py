@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,12 +57,21 @@ class Folder:
 
     def __enter__(self) -> Folder:
         try:
+            self._refuse_foreign()
             for folder in (self.path, self.rows, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise HarnessError(f"{self.path}: cannot be written: {error.strerror}") from error
         self._lock = self._take_lock()
         return self
+
+    def _refuse_foreign(self) -> None:
+        """A folder of something else is not written into, and --fresh does not rename it."""
+        found = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        if found and not found & {"run.json", "rows", "lock"}:
+            raise HarnessError(
+                f"{self.path}: holds {sorted(found)[0]!r} and no run; give --out a new or empty folder"
+            )
 
     def _take_lock(self) -> int:
         path = self.path / "lock"
@@ -79,8 +89,9 @@ class Folder:
                     f"{self.path}: this run is in use by process {owner or '?'}; wait for it, or choose another --out"
                 ) from error
             if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                with contextlib.suppress(OSError):  # a full disk: the name of the owner is a courtesy
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
                 return lock
             os.close(lock)  # its owner removed the file between our open and our lock
 
@@ -102,6 +113,8 @@ class Folder:
                     f"{path}: schema is {schema!r}; this program reads schema {SCHEMA}. Choose another --out"
                 )
             return msgspec.convert(head, RunFile)
+        except OSError as error:
+            raise HarnessError(f"{path}: cannot be read: {error.strerror}. Choose another --out") from error
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise HarnessError(f"{path}: is no run of this program: {error}. Choose another --out") from error
 
@@ -116,7 +129,7 @@ class Folder:
     def read(self) -> Iterator[Row]:
         """The rows. A torn or foreign file is moved to set-aside/ and named in `set_aside`."""
         for path in sorted(self.rows.iterdir()):
-            if path.suffix == ".part":
+            if path.suffix == ".part" and path.is_file():
                 path.unlink()  # a row that was being written when the runner died
                 continue
             try:
@@ -134,13 +147,12 @@ class Folder:
 
     def _put_aside(self, path: Path, why: str) -> None:
         aside = self.path / "set-aside"
-        aside.mkdir(exist_ok=True)
-        target = aside / path.name
-        for i in range(1, 1000):
-            if not target.exists():
-                break
-            target = aside / f"{path.name}.{i}"
-        path.rename(target)
+        try:
+            aside.mkdir(exist_ok=True)
+            target = next(t for t in _names(aside / path.name) if not t.exists())
+            path.rename(target)
+        except OSError as error:
+            raise HarnessError(f"{path}: {why}; it cannot be moved aside: {error.strerror}") from error
         self.set_aside.append(f"{path}: {why}; moved to {target}")
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -155,3 +167,9 @@ class Folder:
             partial.unlink(missing_ok=True)
             what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
             raise HarnessError(f"{path}: cannot be written: {what}. Finished rows are kept") from error
+
+
+def _names(path: Path) -> Iterator[Path]:
+    yield path
+    for i in itertools.count(1):
+        yield path.with_name(f"{path.name}.{i}")

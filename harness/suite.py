@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from harness.cells import Axes, AxisValue, Cell, Device, Probe, ProbeTable
+from harness.cells import Axes, AxisValue, Cell, Device, Measure, Probe, ProbeTable
 from harness.errors import HarnessError, unknown
 from harness.suite_file import SuiteFile, When, first_lower, read
 
@@ -106,7 +106,7 @@ def _word(value: object) -> str:
 def _expand(file: SuiteFile, probe: Probe, text: str, place: str) -> Suite:
     _check_axes(file, probe, place)
     rules = _Rules(file, probe, place)
-    how = msgspec.json.encode([file.measure, file.seed, file.env], order="sorted")
+    how = msgspec.json.encode([_what_decides(file.measure), file.seed, file.env], order="sorted")
     cells: list[Cell] = []
     seen: set[tuple[tuple[str, AxisValue], ...]] = set()
     for where, point in _points(file):
@@ -139,6 +139,11 @@ def _expand(file: SuiteFile, probe: Probe, text: str, place: str) -> Suite:
         cells=tuple(_interleaved(cells, file.replicates)),
         warnings=tuple(f"{place}: {name} matches no cell" for name in rules.unused()),
     )
+
+
+def _what_decides(measure: Measure) -> dict[str, Any]:
+    """Of the measure, what a figure depends on: a longer deadline measures the same."""
+    return {k: v for k, v in msgspec.structs.asdict(measure).items() if k not in ("timeout_s", "grace_s")}
 
 
 def _interleaved(cells: list[Cell], replicates: int) -> Iterator[Cell]:

@@ -70,10 +70,28 @@ def read(text: str, place: str) -> SuiteFile:
     file = _convert(raw, SuiteFile, place)
     if file.replicates < 1:
         raise HarnessError(f"{place}: replicates is {file.replicates}; the least allowed is 1")
+    _check_env(file.env, place)
     for i, rule in enumerate(file.skip):
         if not rule.reason.strip():
             raise HarnessError(f"{place}: skip[{i}].reason: is empty; say why")
     return file
+
+
+# The harness sets these for each cell, and its row says how.
+_OURS = {
+    "CUDA_VISIBLE_DEVICES": "choose with --devices",
+    "TORCHINDUCTOR_CACHE_DIR": "choose with measure.cache",
+    "TRITON_CACHE_DIR": "choose with measure.cache",
+    "TMPDIR": "each cell has its own",
+}
+
+
+def _check_env(env: dict[str, str], place: str) -> None:
+    for name, value in env.items():
+        if name in _OURS:
+            raise HarnessError(f"{place}: env.{name}: is the harness's own: {_OURS[name]}")
+        if not name or "=" in name or "\0" in name + value:
+            raise HarnessError(f"{place}: env: {name!r} = {value!r} cannot be an environment variable")
 
 
 def first_lower(text: str) -> str:

@@ -178,7 +178,9 @@ def _cannot(some: Sequence[Point], axis: str, noun: str) -> str:
 
 
 def _value(point: Point, axis: str) -> str:
-    return one_line(str(point.axes[axis]), 60) if point.axes[axis] is not None else "none"
+    """The axis' value; beside sdpa, the kernel that ran: it may be one of the others by another name."""
+    value = one_line(str(point.axes[axis]), 60) if point.axes[axis] is not None else "none"
+    return f"{value} ({point.kernel})" if axis == "attention" and point.kernel not in ("", value) else value
 
 
 def _figures(point: Point) -> str:

@@ -72,7 +72,10 @@ def tensors(group: Group) -> Table:
     rows = []
     for point in group.points:
         parity = next((r.parity for r in point.ok if r.parity and r.parity.verdict not in ("ok",)), None)
+        wrong = parity is not None and parity.verdict != "caveat"
         for tensor in parity.worst if parity else ():
+            if not wrong and not tensor.problem:
+                continue
             numbers = (tensor.error, tensor.eager_error, tensor.cosine)
             shown = ("n/a" if value is None else f"{value:.2g}" for value in numbers[:2])
             cosine = "n/a" if tensor.cosine is None else f"{tensor.cosine:.6f}"

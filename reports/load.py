@@ -30,6 +30,8 @@ def load_run(folder: Path | str) -> Run:
     """
     folder = Path(folder)
     meta = _meta(folder / "run.json")
+    if "suite" not in meta and not (folder / "rows").is_dir():
+        raise HarnessError(f"{folder}: run.json names no suite, and there are no rows/: this is no run")
     rows: list[Row] = []
     damaged: list[tuple[str, str]] = []
     for path in sorted((folder / "rows").glob("*.json")):

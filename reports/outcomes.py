@@ -18,7 +18,7 @@ def verdicts(group: Group) -> Table:
     for point in group.points:
         if point.status == "skipped":
             continue
-        verdict = point.status if point.status != "ok" else point.verdict or "ok"
+        verdict = point.status if point.status != "ok" else point.verdict or "ok, no verdict"
         surprise = "" if all(row.expected for row in point.rows) else "not expected"
         said = [
             *(row.notes for row in point.ok),

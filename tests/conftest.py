@@ -6,7 +6,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -50,8 +50,15 @@ def rows_of(folder: Path) -> list[Row]:
 def run_suite(tmp_path: Path) -> Callable[..., Ran]:
     """run_suite(toml, probe=…, **options): run a suite given as text, in this process."""
 
-    def run(toml: str, probe: Probe = sample.PROBE, name: str = "t", **options: object) -> Ran:
+    def run(
+        toml: str,
+        probe: Probe = sample.PROBE,
+        name: str = "t",
+        only: Sequence[str] = (),
+        **options: object,
+    ) -> Ran:
         parsed = suite.parse(toml, f"{name}.toml", {probe.name: probe})
+        parsed = suite.only(parsed, list(only)) if only else parsed
         console = Console(file=io.StringIO(), width=200)
         chosen = session.Options(**{"out": tmp_path / "run", **options})  # type: ignore[arg-type]
         outcome = session.execute(parsed, chosen, console)

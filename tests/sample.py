@@ -39,6 +39,7 @@ def run(axes: SampleAxes, task: Task) -> Result:
 
 WATCHED = (
     "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "TRITON_OVERRIDE_ARCH",
     "TORCH_LOGS",
     "PYTORCH_CUDA_ALLOC_CONF",
     "TRITON_CACHE_DIR",

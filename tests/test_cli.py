@@ -45,6 +45,8 @@ WRONG = {
         ("run", "drill", "--devices", "3", "--device", "cpu"),
         "--devices 3: names GPUs",
     ),
+    "a name that is no text": (("run", "drill", "--out", os.fsdecode(b"caf\xe9")), "is not UTF-8"),
+    "no folder named": (("run", "drill", "--out", ""), "and no run; give --out a new or empty folder"),
     "no run there": (("report", "no/such/run"), "no/such/run"),
 }
 
@@ -55,6 +57,19 @@ def test_wrong_input_is_one_message_and_exit_2(arguments: tuple[str, ...], messa
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_sweep_outlives_the_reader_of_its_progress(tmp_path: Path) -> None:
+    arguments = f"-m harness run drill --only fault=none,raise --no-report --out {tmp_path / 'run'}"
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} {arguments} > /dev/full"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "run" / "rows").iterdir())) == 2
 
 
 def test_a_bad_suite_leaves_no_folder(tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ def test_behaviour_flags_do_not_leak_and_device_selection_passes(
 
 @pytest.mark.parametrize("isolation", ["forkserver", "spawn"])
 def test_a_suite_names_the_flags_it_wants(run_suite: Callable[..., Ran], isolation: str) -> None:
-    flags = '[env]\nTORCHINDUCTOR_MAX_AUTOTUNE = "1"\nTRITON_CACHE_DIR = "/x"\n'
+    flags = '[env]\nTORCHINDUCTOR_MAX_AUTOTUNE = "1"\nTRITON_OVERRIDE_ARCH = "sm70"\n'
     row = run_suite(HEAD + flags + '[axes]\ndo = ["env"]\n', isolation=isolation).rows[0]
-    assert (row.facts["TORCHINDUCTOR_MAX_AUTOTUNE"], row.facts["TRITON_CACHE_DIR"]) == ("1", "/x")
+    assert (row.facts["TORCHINDUCTOR_MAX_AUTOTUNE"], row.facts["TRITON_OVERRIDE_ARCH"]) == ("1", "sm70")
     assert row.isolation.method == isolation
-    assert row.isolation.env == {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TRITON_CACHE_DIR": "/x"}
+    assert row.isolation.env == {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TRITON_OVERRIDE_ARCH": "sm70"}
 
 
 def test_each_cell_has_its_own_process_session_and_seed(run_suite: Callable[..., Ran]) -> None:

@@ -116,8 +116,11 @@ def test_a_running_cell_dies_with_a_killed_server_and_becomes_a_crashed_row(tmp_
     }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_keeps_finished_rows_and_exits_with_130(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_keeps_finished_rows_and_exits_with_130(
+    tmp_path: Path, number: signal.Signals, times: int
+) -> None:
     runner = _start(tmp_path, '[axes]\nn = [0, 1, 2]\n[[include]]\ndo = "sleep"\ns = 60.0\n')
     rows = tmp_path / "run" / "rows"
     limit = time.monotonic() + 20
@@ -126,7 +129,9 @@ def test_an_interrupt_keeps_finished_rows_and_exits_with_130(tmp_path: Path, num
         time.sleep(0.02)
     time.sleep(0.2)
     began = time.monotonic()
-    os.kill(runner.pid, number)
+    for _ in range(times):  # an impatient user's second Ctrl-C loses nothing
+        os.kill(runner.pid, number)
+        time.sleep(0.05)
     text, _ = runner.communicate(timeout=30)
     assert runner.returncode == 130, text
     assert time.monotonic() - began < 5

@@ -65,7 +65,12 @@ def test_devices_are_picked_by_position(selection: str | None, picked: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("selection", "message"), [("3", "there is no device 3; visible: 0-2"), ("x", "write it as")]
+    ("selection", "message"),
+    [
+        ("3", "there is no device 3; visible: 0-2"),
+        ("x", "write it as"),
+        ("2-1", "2-1 counts down; write 1-2"),
+    ],
 )
 def test_devices_that_are_not_there_are_refused(selection: str, message: str) -> None:
     with pytest.raises(HarnessError, match=message):
@@ -76,6 +81,11 @@ def test_the_callers_own_selection_is_what_positions_refer_to(monkeypatch: pytes
     monkeypatch.setattr(devices, "_nvml_count", lambda: (8, ""))
     assert devices.cuda_ids({"CUDA_VISIBLE_DEVICES": "7, MIG-x"}) == (("7", "MIG-x"), "")
     assert devices.cuda_ids({"CUDA_VISIBLE_DEVICES": ""})[0] == ()
+    assert devices.cuda_ids({"CUDA_VISIBLE_DEVICES": "-1"}) == (
+        (),
+        "CUDA_VISIBLE_DEVICES is '-1': no CUDA device is visible",
+    )
+    assert devices.cuda_ids({"CUDA_VISIBLE_DEVICES": "2,9,3"})[0] == ("2",), "as CUDA reads it"
     assert devices.cuda_ids({})[0] == tuple("01234567")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness import store
+from harness import fingerprint, store
 from harness.errors import HarnessError
 from harness.store import Folder
 from tests.conftest import Ran
@@ -65,8 +65,6 @@ def test_crashed_rows_stay_until_retry(run_suite: Callable[..., Ran]) -> None:
 def test_another_stack_device_or_code_runs_cells_again(
     run_suite: Callable[..., Ran], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from harness import fingerprint
-
     run_suite(THREE)
     digests = fingerprint.digests
     monkeypatch.setattr(fingerprint, "digests", lambda parts: {**digests(parts), part: "0" * 12})
@@ -78,8 +76,6 @@ def test_another_stack_device_or_code_runs_cells_again(
 def test_another_host_with_the_same_device_stands(
     run_suite: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from harness import fingerprint
-
     run_suite(THREE)
     digests = fingerprint.digests
     monkeypatch.setattr(fingerprint, "digests", lambda parts: {**digests(parts), "host": "0" * 12})
@@ -149,3 +145,71 @@ def test_a_full_disk_keeps_finished_rows_and_leaves_no_half_row(
     assert not (tmp_path / "run" / "scratch").exists()
     monkeypatch.setattr(store.os, "fsync", real)
     assert len(run_suite(THREE).rows) == 3
+
+
+def test_a_skip_that_comes_later_takes_no_measured_row(run_suite: Callable[..., Ran]) -> None:
+    first = inodes(run_suite(THREE))
+    skip = '[[skip]]\nwhen = { n = 1 }\nreason = "not today"\n'
+    again = run_suite(THREE + skip)
+    assert inodes(again) == first
+    assert again.row(n=1).status == "ok"
+
+
+def test_expectations_that_changed_are_applied_to_rows_that_stand(run_suite: Callable[..., Ran]) -> None:
+    toml = HEAD + '[axes]\ndo = ["sleep", "nothing"]\ns = [9.0]\n[measure]\ntimeout_s = 0.3\ngrace_s = 0.2\n'
+    first = run_suite(toml)
+    assert (first.row(do="sleep").expected, first.outcome.exit_code) == (False, 1)
+    known = '[[expect]]\nwhen = { do = "sleep" }\nstatus = ["timeout"]\n'
+    again = run_suite(toml + known)
+    assert (again.row(do="sleep").expected, again.outcome.exit_code) == (True, 0)
+    assert again.row(do="sleep").started_at == first.row(do="sleep").started_at
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_of_something_else_is_neither_written_into_nor_renamed(
+    run_suite: Callable[..., Ran], tmp_path: Path, fresh: bool
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(HarnessError, match=r"holds 'thesis.tex' and no run"):
+        run_suite(THREE, out=tmp_path / "mine", fresh=fresh)
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+def test_folders_where_files_should_be_are_one_message_or_set_aside(
+    run_suite: Callable[..., Ran], tmp_path: Path
+) -> None:
+    ran = run_suite(THREE)
+    (ran.folder / "rows" / "x.part").mkdir()
+    again = run_suite(THREE)
+    assert "x.part" in again.text
+    assert (ran.folder / "set-aside" / "x.part").is_dir()
+    (ran.folder / "run.json").unlink()
+    (ran.folder / "run.json").mkdir()
+    with pytest.raises(HarnessError, match=r"run.json: cannot be read: Is a directory"):
+        run_suite(THREE)
+
+
+def test_cells_are_counted_over_all_calls_of_a_folder(run_suite: Callable[..., Ran]) -> None:
+    def counted() -> object:
+        return msgspec.json.decode((ran.folder / "run.json").read_bytes())["cells"]
+
+    ran = run_suite(THREE, only=["n=0"])
+    assert counted() == 1
+    run_suite(THREE, only=["n=1"])
+    assert counted() == 2
+    run_suite(THREE)
+    assert counted() == 3
+
+
+def test_which_of_equal_gpus_and_how_many_is_no_other_device() -> None:
+    def parts(gpus: int, visible: str, power: float = 700.0) -> dict[str, dict[str, object]]:
+        return {
+            "stack": {"torch": "2", "env": {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "1"}},
+            "device": {"driver": "1", "names": ["H200"] * gpus, "power_limit_w": [power] * gpus},
+            "code": {"hash": "c"},
+        }
+
+    base = fingerprint.digests(parts(1, "0"))
+    assert fingerprint.digests(parts(8, "3")) == base
+    assert fingerprint.digests(parts(1, "0", power=400.0)) != base

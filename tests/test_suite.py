@@ -46,6 +46,10 @@ WRONG = {
     "[measure]\nstep = 3\n[axes]\nseq = [1]": "measure: unknown key 'step'. Did you mean 'steps'?",
     "measure = { steps = 0 }\n[axes]\nseq = [1]": "measure: steps is 0; the least allowed is 1",
     "measure = { timeout_s = nan }\n[axes]\nseq = [1]": "measure: timeout_s is nan; the least allowed is 0.1",
+    "measure = { timeout_s = inf }\n[axes]\nseq = [1]": "timeout_s is inf; the most allowed is 100,000,000",
+    '[env]\nCUDA_VISIBLE_DEVICES = "1"\n[axes]\nseq = [1]': "env.CUDA_VISIBLE_DEVICES: is the harness's own",
+    '[env]\nTRITON_CACHE_DIR = "/x"\n[axes]\nseq = [1]': "choose with measure.cache",
+    '[env]\n"A=B" = "1"\n[axes]\nseq = [1]': "env: 'A=B' = '1' cannot be an environment variable",
     'measure = { cache = "cool" }\n[axes]\nseq = [1]': "measure.cache: unknown value 'cool'. Did you mean 'cold'?",
     "replicates = 0\n[axes]\nseq = [1]": "replicates is 0; the least allowed is 1",
     "tittle = 'x'\n[axes]\nseq = [1]": "suites/x.toml: unknown key 'tittle'. Did you mean 'title'?",
@@ -117,6 +121,7 @@ def test_what_decides_the_measurement_decides_the_hash() -> None:
     for other in ("seed = 1\n[axes]\nseq = [1]", "measure = { steps = 9 }\n[axes]\nseq = [1]"):
         assert parse(other).cells[0].hash != base
     assert parse("[axes]\nseq = [1]\n", HEAD.replace('"t"', '"u"')).cells[0].hash == base
+    assert parse("measure = { timeout_s = 9.0, grace_s = 1.0 }\n[axes]\nseq = [1]").cells[0].hash == base
 
 
 def test_only_and_shard_select_cells_and_refuse_unknown_words() -> None:
