@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 
 import torch
 
 
 class _Now(threading.local):
-    second = False
+    depth = 0
 
 
 _NOW = _Now()
 
 
-@contextlib.contextmanager
-def second_forward() -> Iterator[None]:
-    """Inside, what a layer's last operation returns is thrown away; only what it saves for backward counts."""
-    before, _NOW.second = _NOW.second, True
-    try:
-        yield
-    finally:
-        _NOW.second = before
+class SecondForward:
+    """A context: what a layer's last operation returns is thrown away; only what it saves for backward counts.
+
+    One object can be entered again and again, as a graph that is kept for a second backward does.
+    """
+
+    def __enter__(self) -> None:
+        _NOW.depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        _NOW.depth -= 1
 
 
 def recomputing() -> bool:
-    """Whether this thread is inside `second_forward`. False under torch.compile, whose graphs drop unused work."""
-    return False if torch.compiler.is_compiling() else _NOW.second
+    """Whether this thread is in a `SecondForward`. False under torch.compile, whose graphs drop unused work."""
+    return False if torch.compiler.is_compiling() else _NOW.depth > 0

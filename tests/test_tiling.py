@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForSequenceClassific
 
 from cp_volta.activation import ACTIVATIONS
 from cp_volta.linear import Linear, linear_of
-from cp_volta.recompute import second_forward
+from cp_volta.recompute import SecondForward
 from cp_volta.tile import tile, untile
 from cp_volta.tiled_mlp import tiled_mlp
 from cp_volta.tiled_norm import rms_norm_rows, tiled_rms_norm
@@ -343,7 +343,7 @@ def test_a_layer_of_which_only_the_gradient_is_asked_skips_its_last_product() ->
 def _with_second_forward(function: Callable[..., object], *args: object) -> object:
     import contextlib
 
-    contexts = lambda: (contextlib.nullcontext(), second_forward())  # noqa: E731
+    contexts = lambda: (contextlib.nullcontext(), SecondForward())  # noqa: E731
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
