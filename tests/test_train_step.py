@@ -321,3 +321,40 @@ def test_only_a_compiled_cell_on_a_cpu_needs_the_compiler_prepared() -> None:
     assert needs("cpu", "layers")
     assert not needs("cpu", "none")
     assert not needs("cuda", "layers")
+
+
+@pytest.mark.parametrize("tiling", ["loss", "loss-mlp", "all"])
+def test_tiles_and_offload_are_measured_and_checked(tiling: str) -> None:
+    found = cell(tiling=tiling, checkpointing=True, offload=True, dtype="bf16")
+    assert found.status == "ok", found.reason
+    assert found.verdict == "ok", found.verdict_reason
+    layers, steps = 2, 4
+    assert found.facts["offloaded"] == layers * steps
+    assert found.facts["kept_on_device"] == 0
+
+
+def test_tiling_takes_memory_from_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the axis would be a label: the tiled loss is what runs."""
+    seen: list[int] = []
+    real = torch.ops.cp_volta.tiled_cross_entropy
+    monkeypatch.setattr(
+        "cp_volta.tiled_loss.torch.ops.cp_volta.tiled_cross_entropy",
+        lambda *a: seen.append(1) or real(*a),
+        raising=False,
+    )
+    cell(tiling="loss", check=False)
+    assert seen
+    seen.clear()
+    cell(check=False)
+    assert not seen
+
+
+def test_combinations_without_a_meaning_are_skips_with_a_reason() -> None:
+    def skip(device: str = "cuda", **axes: object) -> str:
+        chosen = msgspec.convert({"model": "tiny-qwen2-4h", "seq": 32, **axes}, TrainStepAxes)
+        return PROBE.skip(chosen, device)  # type: ignore[arg-type]
+
+    assert "no checkpoints to offload" in skip(offload=True)
+    assert "compile the layers" in skip(offload=True, checkpointing=True, compile="model")
+    assert "for CUDA" in skip("cpu", budget_gib=16.0)
+    assert not skip(offload=True, checkpointing=True, compile="layers", budget_gib=16.0, tiling="all")

@@ -9,6 +9,9 @@ compile         what is compiled: none, mlp (of each layer), layers (each alone)
 mode            Inductor's mode
 dtype           of the computation
 precision       plain: parameters in dtype. amp: float32 parameters, autocast to dtype, GradScaler for fp16
+tiling          what exists one tile of the sequence at a time: none, loss, loss-mlp, all (and norms, projections)
+offload         checkpoints wait in host memory
+budget_gib      hold the process to so much of the card, as a smaller one would; 0: all of it
 step            fwd_bwd: zero the gradients, forward with loss, backward, as the reference. full: and the optimizer
 """
 
@@ -38,6 +41,9 @@ class TrainStepAxes(Axes, frozen=True, kw_only=True):
     seq: Annotated[int, msgspec.Meta(ge=2)]
     batch: Positive = 1
     checkpointing: bool = False
+    tiling: Literal["none", "loss", "loss-mlp", "all"] = "none"
+    offload: bool = False
+    budget_gib: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     step: Literal["fwd_bwd", "full"] = "fwd_bwd"
     precision: Literal["plain", "amp"] = "plain"
     optimizer: Literal["none", "adamw"] = "none"
@@ -60,6 +66,12 @@ def _skip(axes: Axes, device: Device) -> str:
         ),
         (axes.compile == "none" and axes.mode != "default", "a mode of Inductor without anything to compile"),
         (axes.precision == "amp" and axes.dtype == "fp32", "autocast to float32 is plain float32"),
+        (axes.offload and not axes.checkpointing, "there are no checkpoints to offload"),
+        (
+            axes.offload and axes.compile == "model",
+            "a compiled graph keeps its own checkpoints: with offload compile the layers or nothing",
+        ),
+        (device == "cpu" and axes.budget_gib > 0, "a memory budget is for CUDA"),
         ((axes.step == "full") != (axes.optimizer != "none"), "a full step has an optimizer, and only that"),
         (
             axes.step == "full" and axes.precision == "plain" and axes.dtype == "fp16",
@@ -114,6 +126,7 @@ PROBE = Probe(
         "probes.gpu_state",
         "probes.inductor_once",
         "tc_volta",
+        "cp_volta",
     ),
     skip=_skip,
     estimate_s=_estimate_s,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import cp_volta
 import tc_volta
 from probes.models import shape_of, train_flops
 from probes.models.build import DTYPES, build
@@ -18,6 +20,12 @@ _COMPILERS = {
     "mlp": tc_volta.compile_mlp_only,
     "layers": tc_volta.compile_layers,
     "model": tc_volta.compile,
+}
+# What of the model `tile` is asked for.
+_TILED: dict[str, dict[str, Any]] = {
+    "loss": {"mlp": False, "norms": False, "projections": False},
+    "loss-mlp": {"norms": False, "projections": False},
+    "all": {},
 }
 
 
@@ -40,7 +48,12 @@ class Training:
         self.ids_BS = tokens(axes.batch, axes.seq, device)
         shape = shape_of(axes.model)
         self.flops = train_flops(shape, axes.batch, axes.seq) if shape else None
-        if axes.checkpointing:
+        if axes.tiling != "none":
+            cp_volta.tile(self.model, **_TILED[axes.tiling])
+        self.offloader = None
+        if axes.offload:
+            self.offloader = cp_volta.checkpoint_layers(self.model, offload=True)
+        elif axes.checkpointing:
             checkpoint_layers(self.model)
         if axes.compile != "none":
             _COMPILERS[axes.compile](self.model, mode=axes.mode)

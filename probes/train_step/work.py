@@ -14,7 +14,7 @@ from harness.cells import Task
 from harness.rows import AttentionReport, CompileReport, Result, Status
 from probes.models import shape_of, train_flops
 from probes.peaks import peak_flops_per_s
-from probes.train_step import TrainStepAxes
+from probes.train_step import TrainStepAxes, budget
 from probes.train_step.check import check
 from probes.train_step.compiler_view import cache_use, cudagraph_skips, look
 from probes.train_step.evidence import observe
@@ -32,11 +32,18 @@ def run(axes: TrainStepAxes, task: Task) -> Result:
     found = _describe(axes, task)
     training: Training | None = None
     with _faults() as fault, cudagraph_skips() as skips:
+        if axes.budget_gib:
+            found["facts"] = budget.cap(axes.budget_gib)
+            found["notes"] = (f"held to {axes.budget_gib:g} GiB of this card",)
         training = Training(axes, task.device, task.seed)
         take_steps(training.step, task.measure, task.device, timed)
     found |= _timed_fields(timed)
+    if training is not None:
+        found["facts"] = {**found.get("facts", {}), **_kept_on_host(training)}
     if training is not None and axes.compile != "none":
-        found |= {"compile": _compiled(training, skips), "facts": cache_use()}
+        found |= {"compile": _compiled(training, skips), "facts": {**found["facts"], **cache_use()}}
+    if axes.budget_gib:
+        budget.uncap()
     if fault.status != "ok" or training is None:
         return Result(status=fault.status, reason=fault.reason, **found)
     return _judged(axes, task, training, found)
@@ -46,7 +53,10 @@ def _judged(axes: TrainStepAxes, task: Task, training: Training, found: Found) -
     """What ran, and whether it is right. Running out of memory in here takes nothing from the timing."""
     attention, short = attempt(lambda: observe(axes.attention, training.step, task.device))
     if attention is None:
-        found["notes"] = (f"which kernel ran was not seen: no memory to profile a step: {short}",)
+        found["notes"] = (
+            *found.get("notes", ()),
+            f"which kernel ran was not seen: no memory to profile a step: {short}",
+        )
     else:
         found["attention"] = attention
         if not attention.honoured:
@@ -66,6 +76,14 @@ def _compiled(training: Training, skips: list[str]) -> CompileReport | None:
     with contextlib.suppress(KeyError):  # the model was refused before it was compiled
         return look(training.model, skips)
     return None
+
+
+def _kept_on_host(training: Training) -> dict[str, int]:
+    """How many checkpoints a step took to the host, and in how much of its memory; nothing without offload."""
+    away = training.offloader
+    if away is None:
+        return {}
+    return {"offloaded": away.offloaded, "kept_on_device": away.kept, "host_bytes": away.host.peak_bytes}
 
 
 def _describe(axes: TrainStepAxes, task: Task) -> Found:
@@ -100,7 +118,10 @@ def _faults() -> Iterator[_Fault]:
     fault = _Fault()
     try:
         yield fault
-    except tc_volta.Unsupported as error:  # with the numbers: this kernel or mode is not for this card
+    except (
+        tc_volta.Unsupported,
+        budget.TooSmall,
+    ) as error:  # with the numbers: this kernel or mode is not for this card
         fault.status, fault.reason = "unsupported", str(error)
     except (MemoryError, RuntimeError) as error:
         if not (short := out_of_memory(error)):
