@@ -114,11 +114,16 @@ class Runner:
         if cell.device == "cuda":
             devices = tuple(self._free[: cell.devices])
             del self._free[: cell.devices]
+        caches = self._caches(cell)
+        cache = self._plan.suite.file.measure.cache + (
+            ", empty at first" if caches and not caches.exists() else ""
+        )
         task = self._task(cell, devices)
         running = Running(
             cell=cell,
             task=task,
             devices=devices,
+            cache=cache,
             neighbours=set(self._running),
             asked_at=time.monotonic(),
             started_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
@@ -133,9 +138,7 @@ class Runner:
     def _task(self, cell: Cell, devices: tuple[str, ...]) -> Task:
         file = self._plan.suite.file
         folder = self._launcher.cell_folder()
-        caches = {"cold": folder, "warm": self._folder.path / "caches" / cell.hash}.get(
-            file.measure.cache, self._folder.path / "caches" / "shared"
-        )
+        caches = self._caches(cell) or folder
         env = {
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
             "TRITON_CACHE_DIR": str(caches / "triton"),
@@ -155,6 +158,11 @@ class Runner:
             log_path=str(self._folder.logs / f"{cell.id}.log"),
             env=env,
         )
+
+    def _caches(self, cell: Cell) -> Path | None:
+        """Where compile caches outlive the cell; None for cold ones."""
+        kept = {"warm": cell.hash, "shared": "shared"}.get(self._plan.suite.file.measure.cache)
+        return self._folder.path / "caches" / kept if kept else None
 
     def _next_wake(self) -> float:
         nearest = min((r.deadline for r in self._running.values()), default=float("inf"))

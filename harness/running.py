@@ -21,6 +21,7 @@ class Running(msgspec.Struct, kw_only=True):
     cell: Cell
     task: Task
     devices: tuple[str, ...]
+    cache: str
     neighbours: set[str]
     asked_at: float
     started_at: str
@@ -40,7 +41,7 @@ class Running(msgspec.Struct, kw_only=True):
         return Isolation(
             method=launched.method if launched else "none",
             reason=launched.reason if launched else "",
-            cache=self.task.measure.cache,
+            cache=self.cache,
             pid=launched.pid if launched else None,
             exit=ended.exit if ended else "",
             cpu_s=ended.cpu_s if ended else None,

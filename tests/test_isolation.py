@@ -58,11 +58,17 @@ def test_each_cell_has_its_own_process_session_and_seed(run_suite: Callable[...,
 
 
 def test_cold_caches_are_empty_for_each_cell_and_shared_ones_are_not(run_suite: Callable[..., Ran]) -> None:
-    for cache, seen in (("cold", [0, 0]), ("shared", [0, 1]), ("warm", [0, 0])):
-        toml = HEAD + f'measure = {{ cache = "{cache}" }}\n[axes]\ndo = ["caches"]\nn = [0, 1]\n'
-        rows = run_suite(toml, name=cache, fresh=True).rows
+    first = "empty at first"
+    for cache, seen, said in (
+        ("cold", [0, 0, 0, 0], {"cold"}),
+        ("shared", [0, 1, 2, 2], {"shared", f"shared, {first}"}),
+        ("warm", [0, 0, 1, 1], {"warm", f"warm, {first}"}),
+    ):
+        head = HEAD + f'replicates = 2\nmeasure = {{ cache = "{cache}" }}\n'
+        rows = run_suite(head + '[axes]\ndo = ["caches"]\nn = [0, 1]\n', name=cache, fresh=True).rows
         assert sorted(r.facts["seen"] for r in rows) == seen, cache
-        assert {r.isolation.cache for r in rows} == {cache}
+        assert {r.isolation.cache for r in rows} == said
+        assert all((r.facts["seen"] == 0) == (first in r.isolation.cache) for r in rows if cache != "cold")
 
 
 def test_a_preload_that_fails_makes_cells_cold_and_the_row_says_why(run_suite: Callable[..., Ran]) -> None:
