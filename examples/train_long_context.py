@@ -1,0 +1,254 @@
+"""Train a Qwen2, Qwen3 or Llama on long sequences of your own text, on one small card.
+
+    python examples/train_long_context.py data.jsonl --model qwen2.5-0.5b --seq 32768 --steps 100 --out run
+    python examples/train_long_context.py data.jsonl --model ./my-checkpoint --lora 16 --seq 131072 --out run
+
+data.jsonl: one JSON object a line with the document in "text". Documents are packed: joined by the separator token
+and cut into sequences of --seq tokens, so a sequence may hold several, and attention sees all of them.
+
+What fits is planned, not guessed: how much of the model is tiled, checkpointed and taken to the host is printed with
+its reason, before the first step. The same command again continues from the last save, with the same losses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+import cp_volta
+from probes.models import check_name, checkpoint, is_path
+from probes.models.build import DTYPES, build
+
+_TRIES = 20  # GradScaler halves its scale after each overflow; so many in a row is no matter of scale
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """One training; see `main` for what each means."""
+
+    data: Path
+    out: Path
+    model: str = "qwen2.5-0.5b"
+    seq: int = 8192
+    steps: int = 100
+    dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
+    optimizer: Literal["adamw", "adamw8bit", "adamw_host"] = "adamw"
+    lr: float = 1e-5
+    clip: float = 1.0
+    lora: int = 0
+    budget_gib: float = 0.0
+    save_every: int = 50
+    seed: int = 0
+
+
+class Stop(Exception):
+    """Training cannot go on; the message says why and where to look."""
+
+
+def train(options: Options, say: Any = print) -> list[float]:
+    """Train to `options.steps` steps in all; the losses of this call's steps. Raises Stop, ValueError."""
+    check_name(options.model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(options.seed)
+    stream = packed(options)
+    model = _model(options, device)
+    ready = cp_volta.prepare(
+        model,
+        seq=options.seq,
+        dtype=DTYPES[options.dtype],
+        optimizer=options.optimizer,
+        lr=options.lr,
+        budget_bytes=int(options.budget_gib * 2**30) or None,
+    )
+    say(ready.text())
+    begin = _resume(options, ready)
+    losses, skipped = [], 0
+    for step in range(begin, options.steps):
+        ids = sequence(stream, step, options.seq).to(device)
+        try:
+            loss, norm = _step(ready, ids, options.clip)
+        except FloatingPointError as error:  # before the weights were touched: they can still be asked
+            raise Stop(f"step {step}: {error}. {_culprit(ready, ids)}") from error
+        skipped = 0 if math.isfinite(norm) else skipped + 1
+        if skipped >= _TRIES:
+            raise Stop(f"step {step}: gradients overflowed {skipped} times in a row. {_culprit(ready, ids)}")
+        state = (
+            f"gradients overflowed, step skipped, scale now {ready.scaler.get_scale():g}" if skipped else ""
+        )
+        say(f"step {step}  loss {loss:.6f}  gradient norm {norm:.4f}  {state}".rstrip())
+        losses.append(loss)
+        if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
+            _save(options, ready, step + 1)
+    return losses
+
+
+def packed(options: Options) -> torch.Tensor:
+    """All documents as one stream of token ids [N], int32. Raises ValueError naming the line that is wrong."""
+    encode, separator = _tokenizer(options.model)
+    ids: list[int] = []
+    for number, line in enumerate(options.data.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f'{options.data}:{number}: expected {{"text": "…"}}, found {line[:60]!r}'
+            ) from error
+        ids += [*encode(text), separator]
+    if len(ids) < options.seq:
+        raise ValueError(f"{options.data}: {len(ids):,} tokens; one sequence takes {options.seq:,}")
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def sequence(stream: torch.Tensor, step: int, seq: int) -> torch.Tensor:
+    """The ids [1, seq] of a step. Each pass over the stream begins a little later, so that cuts move."""
+    per_pass = max(1, len(stream) // seq - 1)
+    turn, place = divmod(step, per_pass)
+    start = place * seq + (turn * 997) % max(1, len(stream) - per_pass * seq)
+    return stream[start : start + seq].long()[None]
+
+
+def _tokenizer(model: str) -> tuple[Any, int]:
+    """(text -> ids, the separator). A preset has random weights and no vocabulary: bytes, and 10 between them."""
+    if not is_path(model):
+        return lambda text: list(text.encode()), 10
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(checkpoint(model), local_files_only=True)
+    if words.eos_token_id is None:
+        raise ValueError(f"{model}: its tokenizer has no end-of-sequence token to put between documents")
+    return lambda text: words(text, add_special_tokens=False)["input_ids"], words.eos_token_id
+
+
+def _model(options: Options, device: str) -> Any:
+    """Parameters in float32, or, where only adapters are trained, in the compute dtype."""
+    dtype = DTYPES[options.dtype] if options.lora else torch.float32
+    model = build(options.model, device=device, dtype=dtype, seed=options.seed)
+    if not options.lora:
+        return model
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError(f"--lora {options.lora} needs peft: pip install peft") from error
+    config = LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, config, autocast_adapter_dtype=True)
+
+
+def _step(ready: cp_volta.Prepared, ids: torch.Tensor, clip: float) -> tuple[float, float]:
+    """One optimizer step; the loss, and the gradient norm before clipping (not finite: GradScaler skipped the step).
+
+    Raises FloatingPointError, the weights as they were, for a loss that is no number, and without a GradScaler for
+    such gradients.
+    """
+    assert ready.optimizer is not None
+    ready.model.zero_grad(set_to_none=True)
+    with ready.autocast():
+        loss = ready.model(input_ids=ids, labels=ids, use_cache=False).loss
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the loss is {value}")
+    ready.scaler.scale(loss).backward()
+    ready.scaler.unscale_(ready.optimizer)
+    trained = [p for p in ready.model.parameters() if p.requires_grad]
+    norm = float(torch.nn.utils.clip_grad_norm_(trained, clip))
+    if not math.isfinite(norm) and not ready.scaler.is_enabled():
+        raise FloatingPointError(f"the gradient norm is {norm}")
+    ready.scaler.step(ready.optimizer)
+    ready.scaler.update()
+    return value, norm
+
+
+def _culprit(ready: cp_volta.Prepared, ids: torch.Tensor) -> str:
+    def forward() -> None:
+        with ready.autocast():
+            ready.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+
+    found = cp_volta.first_nonfinite(ready.model, forward)
+    if found:
+        return f"The first module that overflows is {found}"
+    return "Every module's output is finite: it overflows in the loss or in backward"
+
+
+def _save(options: Options, ready: cp_volta.Prepared, step: int) -> None:
+    """Whole or not at all."""
+    assert ready.optimizer is not None
+    options.out.mkdir(parents=True, exist_ok=True)
+    partial = options.out / "state.part"
+    torch.save(
+        {
+            "step": step,
+            "made_with": _made_with(options),
+            "model": ready.model.state_dict(),
+            "optimizer": ready.optimizer.state_dict(),
+            "scaler": ready.scaler.state_dict(),
+            "random": torch.get_rng_state(),
+        },
+        partial,
+    )
+    partial.rename(options.out / "state.pt")
+
+
+def _resume(options: Options, ready: cp_volta.Prepared) -> int:
+    path = options.out / "state.pt"
+    if not path.exists():
+        return 0
+    assert ready.optimizer is not None
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    for name, now in _made_with(options).items():
+        if (then := state["made_with"][name]) != now:
+            raise ValueError(f"{path}: was saved with {name} {then}; this is {now}. Choose another --out")
+    ready.model.load_state_dict(state["model"])
+    ready.optimizer.load_state_dict(state["optimizer"])
+    ready.scaler.load_state_dict(state["scaler"])
+    torch.set_rng_state(state["random"])
+    return int(state["step"])
+
+
+def _made_with(options: Options) -> dict[str, str | int]:
+    """What a saved state fits to, and the same losses depend on."""
+    return {"model": options.model, "seq": options.seq, "lora": options.lora, "optimizer": options.optimizer}
+
+
+def main(
+    data: Annotated[Path, typer.Argument(help='JSON lines, the document in "text"')],
+    out: Annotated[Path, typer.Option(help="Where the state is saved, and continued from")],
+    model: Annotated[
+        str, typer.Option(help="A preset (random weights) or a checkpoint folder")
+    ] = "qwen2.5-0.5b",
+    seq: Annotated[int, typer.Option(min=2, help="Tokens of a sequence")] = 8192,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in all")] = 100,
+    dtype: Annotated[str, typer.Option(help="fp16, bf16 or fp32: to compute in")] = "fp16",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adamw8bit, or adamw_host: states on the host")
+    ] = "adamw",
+    lr: float = 1e-5,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm")] = 1.0,
+    lora: Annotated[int, typer.Option(min=0, help="Rank of LoRA adapters; 0: train all")] = 0,
+    budget_gib: Annotated[float, typer.Option(help="Plan for so much memory; 0: what is free")] = 0.0,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between saves")] = 50,
+    seed: int = 0,
+) -> None:
+    """Train a Qwen2, Qwen3 or Llama on long sequences of your own text, on one small card."""
+    given = dict(locals())
+    try:
+        if dtype not in ("fp16", "bf16", "fp32"):
+            raise ValueError(f"--dtype {dtype}: there are fp16, bf16, fp32")
+        train(Options(**given))
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from error
+    except Stop as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)
