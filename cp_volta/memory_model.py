@@ -122,6 +122,10 @@ class _Timeline:
     def expanded(self) -> bool:
         return KERNELS[self.w.kernel].expanded and self.s.kv_heads < self.s.heads
 
+    def exchange(self) -> int:
+        """Send and receive buffers of context parallelism: q, k, v and out once more, about."""
+        return 2 * self.query + 2 * self.key if self.w.cp > 1 else 0
+
     def working(self) -> int:
         """The most that one layer's backward holds beside what it saved: in its MLP, or in its attention."""
         return max(self.mlp_backward(), self.attention_backward(), self.norm_backward())
@@ -166,6 +170,7 @@ class _Timeline:
         inside = int(kernel.wide * 4 * t * s.heads * s.head_dim)
         inside += 2 * self.query if kernel.expanded and grouped else 0
         inside += 2 * self.query - 2 * self.key if kernel.grads_expanded and grouped else 0
+        inside += self.exchange()
         grads = 2 * self.query + 2 * self.key  # dout, dq, dk, dv
         return self.residual + grads + inside + 4 * t * s.heads - gone
 
@@ -196,7 +201,9 @@ class _Timeline:
             yield Moment(name="step", parts=self.standing(layers, embedding=True))
 
     def forward_layer(self, stack: dict[str, int]) -> Moment:
-        inside = self.saved() + 2 * self.residual + (2 * self.query if self.expanded() else 0)
+        inside = (
+            self.saved() + 2 * self.residual + self.exchange() + (2 * self.query if self.expanded() else 0)
+        )
         below = {**stack, "saved": max(0, stack["saved"] - self.saved() - self.residual)}
         return Moment(name="forward", parts={**self.standing(0), **below, "layer": inside, "gradients": 0})
 

@@ -75,6 +75,7 @@ class Work:
     compute_bytes: int = 2
     optimizer: Optimizer = "none"
     shards: int = 1
+    cp: int = 1  # ranks that one sequence is spread over: their exchanges need buffers
     trainable: float = 1.0  # share of the parameters: below 1 with LoRA, the rest frozen
     kernel: str = "flash"
 
