@@ -1,14 +1,68 @@
-"""Long context on small cards: tiles of the sequence, checkpoints that wait in host memory.
+"""Long context on small cards: tiles of the sequence, checkpoints in host memory, and a plan of both.
 
+    ready = cp_volta.prepare(model, seq=131_072)          # all of it, in one call; ready.text() says what and why
     cp_volta.tile(model)                                  # no [tokens, vocabulary]; MLPs, norms, projections in tiles
     cp_volta.checkpoint_layers(model, offload=True)       # each layer recomputed, its input in pinned host memory
+    cp_volta.plan(shape, work, budget_bytes=…)            # arithmetic alone: torch is not imported
 
-Importing registers ops and changes nothing else.
+Importing changes nothing: a name brings its module, and torch with it, when it is first used.
 """
 
-from cp_volta.checkpoint import checkpoint_layers, uncheckpoint
-from cp_volta.tile import tile, untile
-from cp_volta.tiled_loss import tiled_cross_entropy
-from cp_volta.tiled_mlp import tiled_mlp
+from __future__ import annotations
 
-__all__ = ["checkpoint_layers", "tile", "tiled_cross_entropy", "tiled_mlp", "uncheckpoint", "untile"]
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cp_volta.checkpoint import checkpoint_layers, uncheckpoint
+    from cp_volta.fitting import fit
+    from cp_volta.host_adamw import HostAdamW
+    from cp_volta.planning import longest, plan, predict
+    from cp_volta.preparing import prepare, shape_of, unprepare
+    from cp_volta.step import Choice, Shape, Work
+    from cp_volta.tiled_ffn import tiled_mlp
+    from cp_volta.tiled_loss import tiled_cross_entropy
+    from cp_volta.tiled_norm import tiled_rms_norm
+    from cp_volta.tiling import tile, untile
+
+_HOMES = {
+    "checkpoint": ("checkpoint_layers", "uncheckpoint"),
+    "fitting": ("fit",),
+    "host_adamw": ("HostAdamW",),
+    "planning": ("longest", "plan", "predict"),
+    "preparing": ("prepare", "shape_of", "unprepare"),
+    "step": ("Choice", "Shape", "Work"),
+    "tiling": ("tile", "untile"),
+    "tiled_loss": ("tiled_cross_entropy",),
+    "tiled_ffn": ("tiled_mlp",),
+    "tiled_norm": ("tiled_rms_norm",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Choice",
+    "HostAdamW",
+    "Shape",
+    "Work",
+    "checkpoint_layers",
+    "fit",
+    "longest",
+    "plan",
+    "predict",
+    "prepare",
+    "shape_of",
+    "tile",
+    "tiled_cross_entropy",
+    "tiled_mlp",
+    "tiled_rms_norm",
+    "uncheckpoint",
+    "unprepare",
+    "untile",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import what `name` lives in."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'cp_volta' has no attribute {name!r}; there are {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"cp_volta.{_HOME_OF[name]}"), name)
