@@ -1,56 +1,72 @@
-"""Long context on small cards: tiles of the sequence, checkpoints that wait in host memory, a plan of what fits.
+"""Long context on small cards: tiles of the sequence, checkpoints in host memory, and a plan of both.
 
-    ready = cp_volta.prepare(model, seq=131_072)          # plans, tiles, checkpoints; optimizer and GradScaler
-    print(ready.text())                                   # what was decided, and why
+    ready = cp_volta.prepare(model, seq=131_072)          # all of it, in one call; ready.text() says what and why
+    cp_volta.tile(model)                                  # no [tokens, vocabulary]; MLPs, norms, projections in tiles
+    cp_volta.checkpoint_layers(model, offload=True)       # each layer recomputed, its input in pinned host memory
+    cp_volta.plan(shape, work, budget_bytes=…)            # arithmetic alone: torch is not imported
 
-    cp_volta.tile(model)                                  # or part by part: no [tokens, vocabulary] …
-    cp_volta.checkpoint_layers(model, offload=True)       # … each layer recomputed, its input in pinned host memory
-
-Importing changes nothing, and no torch is imported before one of these names is asked for: `cp_volta.plan` and
-`cp_volta.fit` need none.
+Importing changes nothing: a name brings its module, and torch with it, when it is first used.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cp_volta.checkpoint import checkpoint_layers, uncheckpoint
+    from cp_volta.fitting import fit
+    from cp_volta.host_adamw import HostAdamW
     from cp_volta.overflow import first_nonfinite
-    from cp_volta.prepare import Prepared, prepare, unprepare
-    from cp_volta.tile import tile, untile
+    from cp_volta.planning import longest, plan, predict
+    from cp_volta.preparing import Prepared, prepare, shape_of, unprepare
+    from cp_volta.step import Choice, Shape, Work
+    from cp_volta.tiled_ffn import tiled_mlp
     from cp_volta.tiled_loss import tiled_cross_entropy
-    from cp_volta.tiled_mlp import tiled_mlp
+    from cp_volta.tiled_norm import tiled_rms_norm
+    from cp_volta.tiling import tile, untile
+
+_HOMES = {
+    "checkpoint": ("checkpoint_layers", "uncheckpoint"),
+    "fitting": ("fit",),
+    "host_adamw": ("HostAdamW",),
+    "overflow": ("first_nonfinite",),
+    "planning": ("longest", "plan", "predict"),
+    "preparing": ("Prepared", "prepare", "shape_of", "unprepare"),
+    "step": ("Choice", "Shape", "Work"),
+    "tiling": ("tile", "untile"),
+    "tiled_loss": ("tiled_cross_entropy",),
+    "tiled_ffn": ("tiled_mlp",),
+    "tiled_norm": ("tiled_rms_norm",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Choice",
+    "HostAdamW",
     "Prepared",
+    "Shape",
+    "Work",
     "checkpoint_layers",
     "first_nonfinite",
+    "fit",
+    "longest",
+    "plan",
+    "predict",
     "prepare",
+    "shape_of",
     "tile",
     "tiled_cross_entropy",
     "tiled_mlp",
+    "tiled_rms_norm",
     "uncheckpoint",
     "unprepare",
     "untile",
 ]
 
-_HOME = {
-    "checkpoint_layers": "checkpoint",
-    "uncheckpoint": "checkpoint",
-    "first_nonfinite": "overflow",
-    "Prepared": "prepare",
-    "prepare": "prepare",
-    "unprepare": "prepare",
-    "tile": "tile",
-    "untile": "tile",
-    "tiled_cross_entropy": "tiled_loss",
-    "tiled_mlp": "tiled_mlp",
-}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'cp_volta' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"cp_volta.{_HOME[name]}"), name)
+def __getattr__(name: str) -> object:
+    """Import what `name` lives in."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'cp_volta' has no attribute {name!r}; there are {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"cp_volta.{_HOME_OF[name]}"), name)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_volta.host_memory import CHUNK_BYTES, HostMemory, available_bytes
 from cp_volta.offload import Offloader, Stored
 from cp_volta.recompute import SecondForward
-from cp_volta.tile import causal_model
+from cp_volta.tiling import causal_model
 
 _HOST_SHARE = 0.8  # of what is available, unless a limit is given
 

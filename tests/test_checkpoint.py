@@ -16,7 +16,7 @@ from cp_volta import host_memory
 from cp_volta.checkpoint import checkpoint_layers, uncheckpoint
 from cp_volta.host_memory import CHUNK_BYTES, HostMemory, available_bytes
 from cp_volta.offload import Offloader
-from cp_volta.tile import tile
+from cp_volta.tiling import tile
 from probes.models.build import build
 from tests.allocations import allocations
 from tests.test_tiled_loss import same, step
@@ -54,7 +54,7 @@ def test_gradients_are_the_same_for_any_number_of_layers(
 
 @contextlib.contextmanager
 def _tiled(model: PreTrainedModel, on: bool) -> Iterator[None]:
-    from cp_volta.tile import untile
+    from cp_volta.tiling import untile
 
     if on:
         tile(model, loss=8, mlp=8, norms=8, projections=8)

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import tc_volta
 from cp_volta.checkpoint import checkpoint_layers
 from cp_volta.memory_model import host_bytes, moments
-from cp_volta.plan import GIB, DoesNotFit, again, longest, plan, predict
+from cp_volta.planning import GIB, DoesNotFit, again, longest, plan, predict
 from cp_volta.step import Choice, Shape, Work
-from cp_volta.tile import tile
+from cp_volta.tiling import tile
 from probes.models import PRESETS
 from probes.models.build import config_of
 from tests.allocations import allocations
@@ -72,7 +72,9 @@ def test_the_predicted_peak_is_within_five_percent_of_what_a_cpu_allocates(
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, cp_volta.plan, cp_volta.fit; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from cp_volta import plan, fit, Shape; plan.__call__; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
@@ -172,3 +174,12 @@ def test_states_on_the_host_are_host_memory() -> None:
 def test_work_that_makes_no_sense_is_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="tokens|kernel"):
         Work(**bad)  # type: ignore[arg-type]
+
+
+def test_every_public_name_of_the_package_is_there_and_another_is_an_error() -> None:
+    import cp_volta
+
+    for name in cp_volta.__all__:
+        assert getattr(cp_volta, name).__module__.startswith("cp_volta.")
+    with pytest.raises(AttributeError, match="'tyle'; there are"):
+        _ = cp_volta.tyle  # type: ignore[attr-defined]

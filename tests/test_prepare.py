@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from cp_volta import overlay
-from cp_volta.fit import METHODS, Fit, fit, lora_parameters, step_flops
+from cp_volta.fitting import METHODS, Fit, fit, lora_parameters, step_flops
 from cp_volta.host_adamw import SLICE, HostAdamW
-from cp_volta.plan import GIB, DoesNotFit, predict
-from cp_volta.prepare import prepare, shape_of, unprepare
+from cp_volta.planning import GIB, DoesNotFit, predict
+from cp_volta.preparing import prepare, shape_of, unprepare
 from cp_volta.step import Choice, Shape
 from probes.models import PRESETS, train_flops
 from probes.models.build import build, config_of

@@ -23,10 +23,10 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForSequenceClassific
 from cp_volta.activation import ACTIVATIONS
 from cp_volta.linear import Linear, linear_of
 from cp_volta.recompute import SecondForward
-from cp_volta.tile import tile, untile
-from cp_volta.tiled_mlp import tiled_mlp
+from cp_volta.tiled_ffn import tiled_mlp
 from cp_volta.tiled_norm import rms_norm_rows, tiled_rms_norm
-from cp_volta.tiled_qkv import rotate, tiled_qkv
+from cp_volta.tiled_projections import rotate, tiled_qkv
+from cp_volta.tiling import tile, untile
 from probes.models.build import build
 from tests.allocations import allocations
 from tests.test_tiled_loss import close, same, step

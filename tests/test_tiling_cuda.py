@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from cp_volta.checkpoint import checkpoint_layers
 from cp_volta.host_memory import HostMemory
 from cp_volta.offload import Offloader
-from cp_volta.tile import tile
 from cp_volta.tiled_loss import tiled_cross_entropy
+from cp_volta.tiling import tile
 from probes.models.build import build
 from tests.test_tiled_loss import error, stock
 

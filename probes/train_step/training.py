@@ -53,6 +53,8 @@ class Training:
         self.offloader = None
         if axes.offload:
             self.offloader = cp_volta.checkpoint_layers(self.model, offload=True)
+        elif axes.checkpointing and axes.tiling != "none":
+            cp_volta.checkpoint_layers(self.model)  # a tiled MLP's last product is then not computed again
         elif axes.checkpointing:
             checkpoint_layers(self.model)
         if axes.compile != "none":

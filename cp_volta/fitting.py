@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from cp_volta.plan import DoesNotFit, Plan, gib, longest, plan
+from cp_volta.planning import DoesNotFit, Plan, gib, longest, plan
 from cp_volta.step import Optimizer, Shape, Work
 
 Method = Literal["full", "8bit", "host", "lora"]

@@ -22,10 +22,10 @@ from cp_volta.activation import check_activation
 from cp_volta.linear import linear_of
 from cp_volta.matmul import check_tile
 from cp_volta.recompute import recomputing
+from cp_volta.tiled_ffn import tiled_mlp
 from cp_volta.tiled_head import head_of, tile_loss
-from cp_volta.tiled_mlp import tiled_mlp
 from cp_volta.tiled_norm import tiled_rms_norm
-from cp_volta.tiled_qkv import tiled_qkv
+from cp_volta.tiled_projections import tiled_qkv
 
 Size = int | bool | None
 Attend = Callable[..., tuple[Tensor, Tensor | None]]

@@ -27,9 +27,9 @@ from cp_volta.checkpoint import checkpoint_layers, uncheckpoint
 from cp_volta.host_adamw import HostAdamW
 from cp_volta.host_memory import available_bytes
 from cp_volta.offload import Offloader
-from cp_volta.plan import Decision, Plan, gib, plan
+from cp_volta.planning import Decision, Plan, gib, plan
 from cp_volta.step import STATE_BYTES, Optimizer, Shape, Work
-from cp_volta.tile import causal_model, tile, untile
+from cp_volta.tiling import causal_model, tile, untile
 
 HALF = (torch.float16, torch.bfloat16)
 

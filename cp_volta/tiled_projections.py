@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cp_volta.linear import Grads, Linear, Products, pack, unpack
 from cp_volta.matmul import check_tile, compute_dtype, tiles, without_autocast
-from cp_volta.tiled_mlp import DEFAULT_TILE, adapter_dtype, empty_grads
+from cp_volta.tiled_ffn import DEFAULT_TILE, adapter_dtype, empty_grads
 from cp_volta.tiled_norm import rms_norm_rows, rms_norm_rows_backward
 
 
