@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cp_volta.host_adamw import HostAdamW
     from cp_volta.overflow import first_nonfinite
     from cp_volta.planning import longest, plan, predict
-    from cp_volta.preparing import Prepared, prepare, shape_of, unprepare
+    from cp_volta.preparing import Prepared, make_optimizer, prepare, shape_of, unprepare
     from cp_volta.step import Choice, Shape, Work
     from cp_volta.tiled_ffn import tiled_mlp
     from cp_volta.tiled_loss import tiled_cross_entropy
@@ -32,7 +32,7 @@ _HOMES = {
     "host_adamw": ("HostAdamW",),
     "overflow": ("first_nonfinite",),
     "planning": ("longest", "plan", "predict"),
-    "preparing": ("Prepared", "prepare", "shape_of", "unprepare"),
+    "preparing": ("Prepared", "make_optimizer", "prepare", "shape_of", "unprepare"),
     "step": ("Choice", "Shape", "Work"),
     "tiling": ("tile", "untile"),
     "tiled_loss": ("tiled_cross_entropy",),
@@ -51,6 +51,7 @@ __all__ = [
     "first_nonfinite",
     "fit",
     "longest",
+    "make_optimizer",
     "plan",
     "predict",
     "prepare",

@@ -24,7 +24,7 @@ import typer
 
 import cp_volta
 from probes.models import check_name, checkpoint, is_path
-from probes.models.build import DTYPES, build
+from probes.models.build import DTYPES, build, with_adapters
 
 _TRIES = 20  # GradScaler halves its scale after each overflow; so many in a row is no matter of scale
 
@@ -132,14 +132,7 @@ def _model(options: Options, device: str) -> Any:
     """Parameters in float32, or, where only adapters are trained, in the compute dtype."""
     dtype = DTYPES[options.dtype] if options.lora else torch.float32
     model = build(options.model, device=device, dtype=dtype, seed=options.seed)
-    if not options.lora:
-        return model
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ValueError(f"--lora {options.lora} needs peft: pip install peft") from error
-    config = LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, config, autocast_adapter_dtype=True)
+    return with_adapters(model, options.lora) if options.lora else model
 
 
 def _step(ready: cp_volta.Prepared, ids: torch.Tensor, clip: float) -> tuple[float, float]:

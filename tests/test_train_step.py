@@ -358,3 +358,15 @@ def test_combinations_without_a_meaning_are_skips_with_a_reason() -> None:
     assert "compile the layers" in skip(offload=True, checkpointing=True, compile="model")
     assert "for CUDA" in skip("cpu", budget_gib=16.0)
     assert not skip(offload=True, checkpointing=True, compile="layers", budget_gib=16.0, tiling="all")
+
+
+@pytest.mark.parametrize("axes", [{}, {"lora": 4}], ids=["all parameters", "adapters"])
+def test_a_planned_step_has_its_prediction_beside_it(axes: dict[str, object]) -> None:
+    found = cell(
+        tiling="plan", precision="amp", dtype="bf16", step="full", optimizer="adamw_host", steps=4, **axes
+    )
+    assert found.status == "ok", found.reason
+    assert found.verdict == ("no_reference" if axes else "ok"), found.verdict_reason
+    assert found.facts["predicted_peak_bytes"]
+    assert "checkpointed" in str(found.facts["plan"])
+    assert found.loss[-1] < found.loss[0]  # type: ignore[operator]

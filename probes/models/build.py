@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -79,6 +80,19 @@ def _random(
             config, dtype=dtype, attn_implementation=attention
         )
     return made
+
+
+def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
+    """LoRA adapters of `rank` on every linear layer but the head, in float32; all else is frozen.
+
+    Raises ValueError where peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError(f"adapters of rank {rank} need peft: pip install peft") from error
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return cast(PreTrainedModel, get_peft_model(model, config, autocast_adapter_dtype=True))
 
 
 def twin(

@@ -9,9 +9,11 @@ compile         what is compiled: none, mlp (of each layer), layers (each alone)
 mode            Inductor's mode
 dtype           of the computation
 precision       plain: parameters in dtype. amp: float32 parameters, autocast to dtype, GradScaler for fp16
-tiling          what exists one tile of the sequence at a time: none, loss, loss-mlp, all (and norms, projections)
+tiling          what exists one tile of the sequence at a time: none, loss, loss-mlp, all (and norms, projections);
+                plan: cp_volta.prepare decides, on checkpoints and offload too, and the row has its prediction
 offload         checkpoints wait in host memory
 budget_gib      hold the process to so much of the card, as a smaller one would; 0: all of it
+lora            rank of adapters, which alone are trained; 0: all parameters are
 step            fwd_bwd: zero the gradients, forward with loss, backward, as the reference. full: and the optimizer
 """
 
@@ -41,12 +43,13 @@ class TrainStepAxes(Axes, frozen=True, kw_only=True):
     seq: Annotated[int, msgspec.Meta(ge=2)]
     batch: Positive = 1
     checkpointing: bool = False
-    tiling: Literal["none", "loss", "loss-mlp", "all"] = "none"
+    tiling: Literal["none", "loss", "loss-mlp", "all", "plan"] = "none"
     offload: bool = False
     budget_gib: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     step: Literal["fwd_bwd", "full"] = "fwd_bwd"
     precision: Literal["plain", "amp"] = "plain"
-    optimizer: Literal["none", "adamw"] = "none"
+    optimizer: Literal["none", "adamw", "adamw8bit", "adamw_host"] = "none"
+    lora: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
         check_name(self.model)
@@ -66,6 +69,10 @@ def _skip(axes: Axes, device: Device) -> str:
         ),
         (axes.compile == "none" and axes.mode != "default", "a mode of Inductor without anything to compile"),
         (axes.precision == "amp" and axes.dtype == "fp32", "autocast to float32 is plain float32"),
+        (
+            axes.tiling == "plan" and (axes.checkpointing or axes.offload),
+            "the plan decides on checkpoints and offload",
+        ),
         (axes.offload and not axes.checkpointing, "there are no checkpoints to offload"),
         (
             axes.offload and axes.compile == "model",

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 import cp_volta
 import tc_volta
+from cp_volta.offload import Offloader
 from probes.models import shape_of, train_flops
-from probes.models.build import DTYPES, build
+from probes.models.build import DTYPES, build, with_adapters
 from probes.text import tokens
 from probes.train_step import CUDAGRAPH_MODES, TrainStepAxes, torch_math
 
@@ -32,7 +33,7 @@ _TILED: dict[str, dict[str, Any]] = {
 class Training:
     """One model in training on one device. `step` is what is timed."""
 
-    def __init__(self, axes: TrainStepAxes, device: str, seed: int) -> None:
+    def __init__(self, axes: TrainStepAxes, device: str, seed: int, budget_bytes: int | None = None) -> None:
         self.axes = axes
         self.device = device
         self.dtype = DTYPES[axes.dtype]
@@ -48,21 +49,42 @@ class Training:
         self.ids_BS = tokens(axes.batch, axes.seq, device)
         shape = shape_of(axes.model)
         self.flops = train_flops(shape, axes.batch, axes.seq) if shape else None
-        if axes.tiling != "none":
-            cp_volta.tile(self.model, **_TILED[axes.tiling])
-        self.offloader = None
-        if axes.offload:
-            self.offloader = cp_volta.checkpoint_layers(self.model, offload=True)
-        elif axes.checkpointing and axes.tiling != "none":
-            cp_volta.checkpoint_layers(self.model)  # a tiled MLP's last product is then not computed again
-        elif axes.checkpointing:
-            checkpoint_layers(self.model)
+        if axes.lora:
+            self.model = with_adapters(self.model, axes.lora)
+        self.planned = self._plan(budget_bytes) if axes.tiling == "plan" else None
+        self.offloader = self.planned.offloader if self.planned else self._arrange()
         if axes.compile != "none":
             _COMPILERS[axes.compile](self.model, mode=axes.mode)
         self.optimizer = (
-            torch.optim.AdamW(self.model.parameters(), lr=1e-5) if axes.optimizer == "adamw" else None
+            self.planned.optimizer
+            if self.planned
+            else cp_volta.make_optimizer(self.model, axes.optimizer, 1e-5)
         )
         self.scaler = torch.amp.GradScaler(device, enabled=self.amp and self.dtype == torch.float16)
+
+    def _plan(self, budget_bytes: int | None) -> cp_volta.Prepared:
+        return cp_volta.prepare(
+            self.model,
+            seq=self.axes.seq,
+            batch=self.axes.batch,
+            dtype=self.dtype,
+            optimizer=self.axes.optimizer,
+            budget_bytes=budget_bytes,
+            attention="keep",
+        )
+
+    def _arrange(self) -> Offloader | None:
+        """Tiles and checkpoints as the axes say."""
+        axes = self.axes
+        if axes.tiling != "none":
+            cp_volta.tile(self.model, **_TILED[axes.tiling])
+        if axes.offload:
+            return cp_volta.checkpoint_layers(self.model, offload=True)
+        if axes.checkpointing and axes.tiling != "none":
+            cp_volta.checkpoint_layers(self.model)  # a tiled MLP's last product is then not computed again
+        elif axes.checkpointing:
+            checkpoint_layers(self.model)
+        return None
 
     def step(self) -> Tensor:
         """Zero the gradients, forward with loss, backward, and for a full step the optimizer. Returns the loss."""

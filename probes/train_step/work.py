@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import torch
 
 import tc_volta
+from cp_volta.planning import DoesNotFit
 from harness.cells import Task
 from harness.rows import AttentionReport, CompileReport, Result, Status
 from probes.models import shape_of, train_flops
@@ -35,7 +37,9 @@ def run(axes: TrainStepAxes, task: Task) -> Result:
         if axes.budget_gib:
             found["facts"] = budget.cap(axes.budget_gib)
             found["notes"] = (f"held to {axes.budget_gib:g} GiB of this card",)
-        training = Training(axes, task.device, task.seed)
+        cap = found.get("facts", {}).get("cap_bytes")
+        training = Training(axes, task.device, task.seed, cap)
+        found["facts"] = {**found.get("facts", {}), **_predicted(training)}
         take_steps(training.step, task.measure, task.device, timed)
     found |= _timed_fields(timed)
     if training is not None:
@@ -76,6 +80,15 @@ def _compiled(training: Training, skips: list[str]) -> CompileReport | None:
     with contextlib.suppress(KeyError):  # the model was refused before it was compiled
         return look(training.model, skips)
     return None
+
+
+def _predicted(training: Training) -> dict[str, int | str]:
+    """What the plan decided, and the peak that it expects; nothing without a plan."""
+    if training.planned is None:
+        return {}
+    made = training.planned.plan
+    choice = ", ".join(f"{name} {value:,}" for name, value in dataclasses.asdict(made.choice).items())
+    return {"predicted_peak_bytes": int(made.peak.bytes), "plan": choice}
 
 
 def _kept_on_host(training: Training) -> dict[str, int]:
@@ -121,7 +134,8 @@ def _faults() -> Iterator[_Fault]:
     except (
         tc_volta.Unsupported,
         budget.TooSmall,
-    ) as error:  # with the numbers: this kernel or mode is not for this card
+        DoesNotFit,
+    ) as error:  # with the numbers
         fault.status, fault.reason = "unsupported", str(error)
     except (MemoryError, RuntimeError) as error:
         if not (short := out_of_memory(error)):
