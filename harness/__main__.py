@@ -117,6 +117,52 @@ def answers(runs: Annotated[list[Path], typer.Argument(help="Folders of runs")])
             out.print(Text(f"  but: {line}", "yellow"), soft_wrap=True)
 
 
+@app.command(name="fit")
+def fit_(
+    model: Annotated[str, typer.Argument(help="A preset, or a checkpoint folder")],
+    method: Annotated[list[str] | None, typer.Option(help="full, 8bit, host, lora; default: all")] = None,
+    cards: Annotated[int, typer.Option(min=1, help="Cards that share one sequence")] = 1,
+    card: Annotated[str, typer.Option(help='Its name, e.g. "Tesla V100-SXM2-32GB"; default: this one')] = "",
+    budget_gib: Annotated[
+        float | None, typer.Option("--budget", min=0, help="GiB of one card; default: what this one has")
+    ] = None,
+    host_gib: Annotated[
+        float | None, typer.Option("--host", min=0, help="GiB of host memory; default: what is free here")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Plan this length instead of the longest")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Run the first that fits, on this card")] = False,
+) -> None:
+    """The longest sequence that trains here: memory, seconds, and the command. Predicted, unless verified."""
+    from harness import fit
+    from probes.fit import Means, answers, cell_of, check_model
+
+    check_model(model)
+    name, here_gib = fit.card_here()
+    means = Means(
+        model=model,
+        cards=cards,
+        card=card or name,
+        budget_gib=fit.budget(budget_gib, here_gib),
+        host_gib=fit.host_here_gib() if host_gib is None else host_gib,
+        seq=seq,
+    )
+    found = answers(means, method or [])
+    what = f"{means.cards} x {means.card or 'a card'} with {means.budget_gib:.1f} GiB, host {means.host_gib:.0f} GiB"
+    fit.show(out, found, f"{model} on {what}. Full steps in fp16, batch 1. Predicted, not measured:")
+    fitting = [made for _, made, _ in found if made is not None]
+    if verify and fitting:
+        from harness.probe import ask
+
+        if not here_gib or cards > 1:
+            raise HarnessError(
+                "fit --verify: runs one cell on one card, and there is none here or several asked"
+            )
+        raise typer.Exit(
+            ask("train-step", cell_of(fitting[0], means), "cuda", {"steps": 1, "warmup_steps": 1}).exit_code
+        )
+    raise typer.Exit(0 if fitting else 1)
+
+
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable")] = False) -> None:
     """What this machine can do, decision by decision, with reasons. Exit 1 when something is a problem."""

@@ -50,10 +50,17 @@ def probe(
         raise unknown("device", device, ("cpu", "cuda"), "--device")
     chosen = cast("Device", device or devices.here())
     measure = {k: v for k, v in {"steps": steps, "timeout_s": timeout_s}.items() if v is not None}
-    suite = _suite(probes[name], axes or [], chosen, measure)
+    raise typer.Exit(ask(name, axes or [], chosen, measure, folder).exit_code)
+
+
+def ask(
+    name: str, axes: list[str], device: Device, measure: dict[str, float], folder: Path | None = None
+) -> session.Outcome:
+    """Run one probe with axes as `axis=value[,value]`, and print the verdicts."""
+    suite = _suite(table()[name], axes, device, measure)
     outcome = session.execute(suite, session.Options(out=folder, fresh=True), out)
     _verdicts(outcome.folder, out)
-    raise typer.Exit(outcome.exit_code)
+    return outcome
 
 
 def _suite(probe: Probe, given: list[str], device: Device, measure: dict[str, float]) -> suites.Suite:
