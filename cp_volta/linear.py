@@ -162,21 +162,21 @@ class Products:
         mid_TR = torch.mm(x_TI.to(self.adapter), self.down.t())
         return (y_TO + torch.mm(mid_TR, self.up.t()) * self.of.scale).to(self.compute)
 
-    def backward(self, dy_TO: Tensor, x_TI: Tensor, grads: Grads, dx_TI: Tensor | None = None) -> Tensor:
-        """dx [T, I], added to `dx_TI` in place where given; the weights' gradients go into `grads`."""
+    def input_grad(self, dy_TO: Tensor, dx_TI: Tensor | None = None) -> Tensor:
+        """dx [T, I], added to `dx_TI` in place where given."""
+        dx_TI = torch.mm(dy_TO, self.weight) if dx_TI is None else dx_TI.addmm_(dy_TO, self.weight)
+        if self.down is None or self.up is None:
+            return dx_TI
+        dmid_TR = torch.mm(dy_TO.to(self.adapter) * self.of.scale, self.up)
+        return dx_TI.add_(torch.mm(dmid_TR, self.down))
+
+    def weight_grads(self, dy_TO: Tensor, x_TI: Tensor, grads: Grads) -> None:
+        """What this tile adds to the gradients of weight, bias and adapter."""
         grads.mm(self.of.weight, dy_TO.t(), x_TI)
         if self.of.bias is not None:
             grads.rows(self.of.bias, dy_TO)
-        dx_TI = torch.mm(dy_TO, self.weight) if dx_TI is None else dx_TI.addmm_(dy_TO, self.weight)
-        return dx_TI if self.down is None else self._adapter_backward(dy_TO, x_TI, grads, dx_TI)
-
-    def _adapter_backward(self, dy_TO: Tensor, x_TI: Tensor, grads: Grads, dx_TI: Tensor) -> Tensor:
-        assert self.down is not None
-        assert self.up is not None
-        assert self.of.down is not None
-        assert self.of.up is not None
+        if self.of.down is None or self.of.up is None or self.down is None or self.up is None:
+            return
         x, dy = x_TI.to(self.adapter), dy_TO.to(self.adapter) * self.of.scale
         grads.mm(self.of.up, dy.t(), torch.mm(x, self.down.t()))
-        dmid_TR = torch.mm(dy, self.up)
-        grads.mm(self.of.down, dmid_TR.t(), x)
-        return dx_TI.add_(torch.mm(dmid_TR, self.down))
+        grads.mm(self.of.down, torch.mm(dy, self.up).t(), x)

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_volta.activation import ACTIVATIONS, check_activation
+from cp_volta.activation import check_activation
 from cp_volta.linear import Grads, Linear, Products, pack, unpack
 from cp_volta.matmul import check_tile, compute_dtype, tiles, without_autocast
-from cp_volta.tiled_norm import rms_norm_rows, rms_norm_rows_backward
+from cp_volta.rows import gate_, gate_backward_, rms_norm, rms_norm_backward
 
-DEFAULT_TILE = 4096
+_TILE_BYTES = 768 << 20
+_BUFFERS = 5  # [T, M] at once in backward
+
+
+def default_tile(mlp: int, element_bytes: int) -> int:
+    """Tokens of a tile whose five [T, M] of backward take about 768 MiB; 1,024 to 8,192."""
+    rows = _TILE_BYTES // (_BUFFERS * mlp * element_bytes)
+    return max(1024, min(8192, rows // 1024 * 1024))
 
 
 def tiled_mlp(
@@ -33,7 +40,7 @@ def tiled_mlp(
     tile: int | None = None,
     unused: bool = False,
 ) -> Tensor:
-    """The MLP of x [..., H], `tile` tokens at a time (None: 4,096); [..., H] in the compute dtype.
+    """The MLP of x [..., H], `tile` tokens at a time (None: `default_tile`); [..., H] in the compute dtype.
 
     norm_weight: of an RMSNorm to apply first, inside the tile.
     unused: nobody will look at the result, only at the gradient (a checkpoint's second forward): nothing is
@@ -51,7 +58,16 @@ def tiled_mlp(
     adapter = adapter_dtype(x, linears, compute)
     flat = x.reshape(-1, x.shape[-1])
     y: Tensor = torch.ops.cp_volta.tiled_mlp(
-        flat, tensors, kinds, scales, activation, eps, tile or DEFAULT_TILE, compute, adapter, unused
+        flat,
+        tensors,
+        kinds,
+        scales,
+        activation,
+        eps,
+        tile or default_tile(gate.weight.shape[0], compute.itemsize),
+        compute,
+        adapter,
+        unused,
     )
     return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -81,30 +97,29 @@ class _Mlp:
         rest = tensors[1:] if self.norm is not None else tensors
         linears = unpack(rest, kinds.removeprefix("n"), scales)
         self.gate, self.up, self.down = (Products(each, compute, adapter) for each in linears)
-        self.act = ACTIVATIONS[activation]
-        self.eps, self.compute = eps, compute
+        self.activation, self.eps, self.compute = activation, eps, compute
 
     def normed(self, x_TH: Tensor) -> Tensor:
-        n_TH = x_TH if self.norm is None else rms_norm_rows(x_TH, self.norm, self.eps)
+        n_TH = x_TH if self.norm is None else rms_norm(x_TH, self.norm, self.eps)
         return n_TH.to(self.compute)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         n_TH = self.normed(x_TH)
-        return self.down.forward(self.act.forward(self.gate.forward(n_TH)).mul_(self.up.forward(n_TH)))
+        return self.down.forward(gate_(self.gate.forward(n_TH), self.up.forward(n_TH), self.activation))
 
     def backward(self, dy_TH: Tensor, x_TH: Tensor, grads: Grads) -> Tensor:
         n_TH, dy_TH = self.normed(x_TH), dy_TH.to(self.compute)
-        g_TM, u_TM = self.gate.forward(n_TH), self.up.forward(n_TH)
-        a_TM = self.act.forward(g_TM)
-        dp_TM = self.down.backward(dy_TH, a_TM * u_TM, grads)
-        dg_TM = self.act.backward(u_TM.mul_(dp_TM), g_TM)
-        du_TM = a_TM.mul_(dp_TM)
-        del g_TM, u_TM, dp_TM
-        dn_TH = self.gate.backward(dg_TM, n_TH, grads)
-        dn_TH = self.up.backward(du_TM, n_TH, grads, dn_TH)
+        dp_TM = self.down.input_grad(dy_TH)
+        dg_TM, du_TM, p_TM = gate_backward_(
+            self.gate.forward(n_TH), self.up.forward(n_TH), dp_TM, self.activation
+        )
+        self.down.weight_grads(dy_TH, p_TM, grads)
+        self.gate.weight_grads(dg_TM, n_TH, grads)
+        self.up.weight_grads(du_TM, n_TH, grads)
+        dn_TH = self.up.input_grad(du_TM, self.gate.input_grad(dg_TM))
         if self.norm is None:
             return dn_TH
-        dx_TH, products = rms_norm_rows_backward(dn_TH, x_TH, self.norm, self.eps)
+        dx_TH, products = rms_norm_backward(dn_TH, x_TH, self.norm, self.eps)
         grads.rows(self.norm, products)
         return dx_TH
 

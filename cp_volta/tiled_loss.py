@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_volta.matmul import add_mm, check_tile, compute_dtype, sum_dtype, tiles, without_autocast
+from cp_volta.rows import cross_entropy_
 
 Reduction = Literal["mean", "sum"]
 _TILE_BYTES = 1 << 30
@@ -136,39 +137,19 @@ def _forward(
         b_V = None if bias is None else bias.to(compute)
         for part in tiles(hidden.shape[0], tile):
             h_TH = hidden[part].to(compute)
-            loss, logp_TV, target_T, counts_T = _loss(h_TH, w_VH, b_V, labels[part], ignore_index)
+            logits_TV = torch.mm(h_TH, w_VH.t()) if b_V is None else torch.addmm(b_V, h_TH, w_VH.t())
+            loss, d_TV = cross_entropy_(
+                logits_TV, labels[part], power, ignore_index, hidden_grad or weight_grad
+            )
             total += loss
-            if not (hidden_grad or weight_grad):
-                continue
-            d_TV = _dlogits(logp_TV, target_T, counts_T, power).to(compute)
-            del logp_TV
             if hidden_grad:
                 dhidden[part] = torch.mm(d_TV, w_VH)
             if weight_grad:
                 add_mm(dweight, d_TV.t(), h_TH)
                 if bias is not None:
                     dbias += d_TV.sum(0, dtype=grad_dtype)
-            del d_TV
+            del logits_TV, d_TV
     return out
-
-
-def _loss(
-    h_TH: Tensor, w_VH: Tensor, b_V: Tensor | None, labels_T: Tensor, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One tile: its loss, the log of its probabilities, its targets, and which tokens count."""
-    logits_TV = torch.mm(h_TH, w_VH.t()) if b_V is None else torch.addmm(b_V, h_TH, w_VH.t())
-    logp_TV = torch.log_softmax(logits_TV, -1, dtype=sum_dtype(h_TH.dtype))
-    counts_T = labels_T != ignore_index
-    target_T = torch.where(counts_T, labels_T, 0)
-    picked_T = logp_TV.gather(1, target_T[:, None]).squeeze(1)
-    return -picked_T.masked_fill(~counts_T, 0.0).sum(), logp_TV, target_T, counts_T
-
-
-def _dlogits(logp_TV: Tensor, target_T: Tensor, counts_T: Tensor, power: Tensor) -> Tensor:
-    """(softmax - onehot) * power in place of the log-probabilities; zero where a token does not count."""
-    p_TV = logp_TV.exp_()
-    p_TV.scatter_add_(1, target_T[:, None], p_TV.new_full((), -1.0).expand(len(target_T), 1))
-    return p_TV.mul_((counts_T * power)[:, None])
 
 
 def _power(weight: Tensor) -> Tensor:

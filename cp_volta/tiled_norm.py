@@ -11,30 +11,13 @@ import torch
 from torch import Tensor
 
 from cp_volta.matmul import check_tile, sum_dtype, tiles
+from cp_volta.rows import rms_norm, rms_norm_backward
 
-DEFAULT_TILE = 4096
-
-
-def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x over its root mean square along the last dimension, times weight; rounded where transformers rounds."""
-    wide = x.to(sum_dtype(x.dtype))
-    unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * unit.to(x.dtype)
-
-
-def rms_norm_rows_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(dx in x's dtype, the products whose sum over rows is dweight), both of one tile."""
-    wide = x.to(sum_dtype(x.dtype))
-    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    unit = wide * inverse
-    dy = dy.to(wide.dtype)
-    along = dy * weight
-    dx = (along - unit * (along * unit).mean(-1, keepdim=True)).mul_(inverse)
-    return dx.to(x.dtype), dy * unit
+DEFAULT_TILE = 8192
 
 
 def tiled_rms_norm(x: Tensor, weight: Tensor, eps: float, *, tile: int | None = None) -> Tensor:
-    """RMSNorm of x [..., H] by weight [H], `tile` rows at a time (None: 4,096).
+    """RMSNorm of x [..., H] by weight [H], `tile` rows at a time (None: 8,192).
 
     Returns [..., H] in the dtype that transformers' norm returns. Errors: ValueError where shapes do not fit.
     """
@@ -50,7 +33,7 @@ def tiled_rms_norm(x: Tensor, weight: Tensor, eps: float, *, tile: int | None = 
 def _forward(x: Tensor, weight: Tensor, eps: float, tile: int) -> Tensor:
     y = _like(x, weight)
     for part in tiles(x.shape[0], tile):
-        y[part] = rms_norm_rows(x[part], weight, eps)
+        y[part] = rms_norm(x[part], weight, eps)
     return y
 
 
@@ -68,7 +51,7 @@ def _grads(dy: Tensor, x: Tensor, weight: Tensor, eps: float, tile: int) -> tupl
     dx = x.new_empty(x.shape)
     total = weight.new_zeros(weight.shape, dtype=sum_dtype(x.dtype))
     for part in tiles(x.shape[0], tile):
-        dx[part], products = rms_norm_rows_backward(dy[part], x[part], weight, eps)
+        dx[part], products = rms_norm_backward(dy[part], x[part], weight, eps)
         total += products.sum(0)
     return dx, total.to(weight.dtype)
 

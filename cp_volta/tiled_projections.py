@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cp_volta.linear import Grads, Linear, Products, pack, unpack
 from cp_volta.matmul import check_tile, compute_dtype, tiles, without_autocast
-from cp_volta.tiled_ffn import DEFAULT_TILE, adapter_dtype, empty_grads
-from cp_volta.tiled_norm import rms_norm_rows, rms_norm_rows_backward
+from cp_volta.rows import rms_norm, rms_norm_backward
+from cp_volta.tiled_ffn import adapter_dtype, empty_grads
+from cp_volta.tiled_norm import DEFAULT_TILE
 
 
 def tiled_qkv(
@@ -102,7 +103,7 @@ class _Qkv:
         self.eps, self.head_dim, self.compute = eps, head_dim, compute
 
     def normed(self, x_TH: Tensor) -> Tensor:
-        n_TH = x_TH if self.norm is None else rms_norm_rows(x_TH, self.norm, self.eps)
+        n_TH = x_TH if self.norm is None else rms_norm(x_TH, self.norm, self.eps)
         return n_TH.to(self.compute)
 
     def forward(self, x_TH: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> list[Tensor]:
@@ -110,7 +111,7 @@ class _Qkv:
         made = []
         for i, (part, norm) in enumerate(zip(self.parts, self.head_norms, strict=True)):
             y_TAD = part.forward(n_TH).view(len(n_TH), -1, self.head_dim)
-            y_TAD = y_TAD if norm is None else rms_norm_rows(y_TAD, norm, self.eps)
+            y_TAD = y_TAD if norm is None else rms_norm(y_TAD, norm, self.eps)
             made.append(y_TAD if i == 2 else rotate(y_TAD, cos_TD, sin_TD))
         return made
 
@@ -123,13 +124,15 @@ class _Qkv:
             dy = dy_TAD if i == 2 else rotate_back(dy_TAD, cos_TD, sin_TD)
             if norm is not None:
                 y_TAD = part.forward(n_TH).view(dy.shape)
-                dy, products = rms_norm_rows_backward(dy, y_TAD, norm, self.eps)
-                grads.rows(norm, products.flatten(0, 1))
-            dn_TH = part.backward(dy.to(self.compute).flatten(1), n_TH, grads, dn_TH)
+                dy, products = rms_norm_backward(dy, y_TAD, norm, self.eps)
+                grads.rows(norm, products)
+            dy = dy.to(self.compute).flatten(1)
+            part.weight_grads(dy, n_TH, grads)
+            dn_TH = part.input_grad(dy, dn_TH)
         assert dn_TH is not None
         if self.norm is None:
             return dn_TH
-        dx_TH, products = rms_norm_rows_backward(dn_TH, x_TH, self.norm, self.eps)
+        dx_TH, products = rms_norm_backward(dn_TH, x_TH, self.norm, self.eps)
         grads.rows(self.norm, products)
         return dx_TH
 

@@ -24,7 +24,7 @@ from cp_volta.activation import ACTIVATIONS
 from cp_volta.linear import Linear, linear_of
 from cp_volta.recompute import SecondForward
 from cp_volta.tiled_ffn import tiled_mlp
-from cp_volta.tiled_norm import rms_norm_rows, tiled_rms_norm
+from cp_volta.tiled_norm import tiled_rms_norm
 from cp_volta.tiled_projections import rotate, tiled_qkv
 from cp_volta.tiling import tile, untile
 from probes.models.build import build
@@ -40,6 +40,12 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As transformers has it, for autograd to differentiate; wide throughout in float64."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -62,7 +68,7 @@ def mlp_case(
         )
 
     def plain(activation: str = "silu") -> Tensor:
-        n = rms_norm_rows(x, norm, 1e-6)
+        n = rms_norm(x, norm, 1e-6)
         g = F.linear(n, gate, bias) + 2.0 * F.linear(F.linear(n, lower), upper)
         return F.linear(ACTIVATIONS[activation].forward(g) * F.linear(n, up), down)
 
@@ -116,9 +122,9 @@ def qkv_case(
         return torch.cat(made, 1)
 
     def plain() -> Tensor:
-        n = rms_norm_rows(x, norm, 1e-6)
+        n = rms_norm(x, norm, 1e-6)
         q, k, v = (F.linear(n, w, b).unflatten(-1, (-1, 4)) for w, b in zip(weights, biases, strict=True))
-        q, k = rms_norm_rows(q, q_norm, 1e-6), rms_norm_rows(k, k_norm, 1e-6)
+        q, k = rms_norm(q, q_norm, 1e-6), rms_norm(k, k_norm, 1e-6)
         turned = [
             torch.stack([rotate(t[b], cos[b % positions], sin[b % positions]) for b in range(batch)])
             for t in (q, k)
