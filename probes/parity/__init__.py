@@ -45,6 +45,7 @@ class Losses:
 
 
 Tensors = Mapping[str, Tensor]
+ByName = Mapping[str, Losses]
 
 
 def compare(
@@ -54,7 +55,7 @@ def compare(
     *,
     dtype: torch.dtype,
     reference_name: str,
-    losses: Losses | None = None,
+    losses: Losses | ByName | None = None,
 ) -> Parity:
     """The verdict on the candidate's tensors and loss, with the five worst tensors.
 
@@ -62,37 +63,42 @@ def compare(
     reference: the same names, in higher precision; None where there is none: the verdict is then `no_reference`,
     or worse where the tensors alone show it. Sides may lie on different devices.
     reference_name: what the reference is ("float64, eager attention"), or why there is none.
-    losses: None where there is no loss to judge, as for a single operator.
+    losses: one, or several by name, as of several steps; None where there is none, as for a single operator.
     Raises ValueError for a dtype that has no unit roundoff here.
     """
     if dtype not in UNIT_ROUNDOFF:
         known = ", ".join(str(d) for d in UNIT_ROUNDOFF)
         raise ValueError(f"parity of {dtype} is not defined; it is for {known}")
+    known_losses = _by_name(losses)
     with torch.no_grad():
-        if reference is None or (losses is not None and losses.reference is None):
-            return _without_reference(candidate, eager, reference_name, losses)
+        if reference is None or any(one.reference is None for one in known_losses.values()):
+            return _without_reference(candidate, eager, reference_name, known_losses)
         names = _names(candidate, eager, reference)
         measured = [measure(name, candidate, eager, reference, dtype) for name in names]
     bars = Bars.of(dtype, reference, measured)
-    judged = judge(measured, _loss(losses), bars)
-    return _parity(judged, measured, bars, reference_name, losses)
+    judged = judge(measured, [_loss(name, one) for name, one in known_losses.items()], bars)
+    return _parity(judged, measured, bars, reference_name, known_losses)
 
 
 def _names(*sides: Tensors | None) -> list[str]:
     return list(dict.fromkeys(name for side in sides if side is not None for name in side))
 
 
-def _loss(losses: Losses | None) -> Measured | None:
+def _by_name(losses: Losses | ByName | None) -> ByName:
     if losses is None:
-        return None
+        return {}
+    return {"loss": losses} if isinstance(losses, Losses) else losses
+
+
+def _loss(name: str, losses: Losses) -> Measured:
     assert losses.reference is not None
     if not (math.isfinite(losses.candidate) and math.isfinite(losses.reference)):
         words = f"candidate {losses.candidate}, eager {losses.eager}, reference {losses.reference}"
-        return Measured(name="loss", problem=words, nonfinite=True, is_loss=True)
+        return Measured(name=name, problem=words, nonfinite=True, is_loss=True)
     scale = abs(losses.reference) or 1.0
     known = losses.eager is not None and math.isfinite(losses.eager)
     return Measured(
-        name="loss",
+        name=name,
         is_loss=True,
         error=abs(losses.candidate - losses.reference) / scale,
         eager_error=abs((losses.eager or 0.0) - losses.reference) / scale if known else None,
@@ -101,26 +107,29 @@ def _loss(losses: Losses | None) -> Measured | None:
 
 
 def _parity(
-    judged: Judged, measured: list[Measured], bars: Bars, reference_name: str, losses: Losses | None
+    judged: Judged, measured: list[Measured], bars: Bars, reference_name: str, losses: ByName
 ) -> Parity:
+    first = next(iter(losses.values()), None)
     ranked = sorted(measured, key=bars.times_over, reverse=True)
     return Parity(
         verdict=judged.verdict,
         reason=judged.reason,
         reference=reference_name,
         tensors=len(measured),
-        loss_reference=losses.reference if losses else None,
-        loss_eager=losses.eager if losses else None,
-        loss_candidate=losses.candidate if losses else None,
+        loss_reference=first.reference if first else None,
+        loss_eager=first.eager if first else None,
+        loss_candidate=first.candidate if first else None,
         worst=tuple(record(m) for m in ranked[:_WORST]),
     )
 
 
-def _without_reference(candidate: Tensors, eager: Tensors | None, why: str, losses: Losses | None) -> Parity:
+def _without_reference(candidate: Tensors, eager: Tensors | None, why: str, losses: ByName) -> Parity:
     """What shows without one: names, shapes, dtypes, non-finite values. No error is judged; never a pass."""
     measured = [difference(name, candidate, eager) for name in _names(candidate, eager)]
-    if losses is not None and not math.isfinite(losses.candidate):
-        measured.append(Measured(name="loss", problem=f"candidate {losses.candidate}", nonfinite=True))
+    for name, one in losses.items():
+        if not math.isfinite(one.candidate):
+            measured.append(Measured(name=name, problem=f"candidate {one.candidate}", nonfinite=True))
+    first = next(iter(losses.values()), None)
     judged = broken(measured)
     reason = f"{judged.reason}; {why}" if judged else why
     if eager and not judged:
@@ -130,6 +139,6 @@ def _without_reference(candidate: Tensors, eager: Tensors | None, why: str, loss
         verdict=judged.verdict if judged else "no_reference",
         reason=reason,
         tensors=len(candidate),
-        loss_eager=losses.eager if losses else None,
-        loss_candidate=losses.candidate if losses else None,
+        loss_eager=first.eager if first else None,
+        loss_candidate=first.candidate if first else None,
     )

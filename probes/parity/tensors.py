@@ -57,6 +57,7 @@ def measure(
         error=_ratio(sums.difference, sums.reference),
         eager_error=None if theirs is None else _ratio(sums.eager_difference, sums.reference),
         cosine=_cosine(sums),
+        gain=abs(sums.product / sums.reference - 1.0) if sums.reference else 0.0,
         largest=sums.largest,
         outliers=0 if vector else _outliers(chunks, rms, dtype, ruler.dtype),
         elements=mine.numel(),
