@@ -91,6 +91,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     # for every cell of a run, kept in a folder that cells only read. It runs no tensor operation.
     prepare: str = ""
     needs_prepare: Callable[[Axes, Device], bool] = lambda axes, device: False
+    ignores: tuple[str, ...] = ()  # fields of Measure without effect here: a suite that sets one is refused
+    hands_on_to: str = ""  # the probe that takes a failing cell, with the same axes
     sources: tuple[str, ...] = ()  # modules or packages whose files make up the `code` fingerprint
     skip: Callable[[Axes, Device], str] = _never  # a reason, or "" to run
     devices: Callable[[Axes], int] = _one  # how many devices a cell claims

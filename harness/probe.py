@@ -1,7 +1,7 @@
 """One diagnostic from the command line: python -m harness.probe NAME [axis=value[,value] …].
 
 Without axes, the probe's own suite in suites/ is run; with them, a suite is made of what is given.
-Exit codes are those of `python -m harness run`.
+Exit codes are those of `python -m harness run`: 1 where a cell ends worse than suites/expected/ says, or than well.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Annotated, Literal, cast
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from harness import devices, session
+from harness import devices, expectations, handing_on, session
 from harness import suite as suites
 from harness.__main__ import guarded, out
 from harness.cells import Device, Probe
 from harness.errors import HarnessError, unknown
 from probes.table import table
+from reports import verdicts
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -37,6 +36,12 @@ def probe(
     steps: Annotated[int | None, typer.Option(min=1, help="Timed steps per cell")] = None,
     timeout_s: Annotated[float | None, typer.Option("--timeout", min=0.1, help="Seconds per cell")] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="The run's folder")] = None,
+    accept: Annotated[
+        Path | None, typer.Option(help="Take this run's rows for what is expected; runs nothing")
+    ] = None,
+    hand_on: Annotated[
+        bool, typer.Option("--bisect/--no-bisect", help="Hand failing cells of compile-matrix on to bisect")
+    ] = True,
 ) -> None:
     """Ask one probe one question."""
     probes = table()
@@ -48,19 +53,54 @@ def probe(
         raise unknown("probe", name, probes, "python -m harness.probe")
     if device not in (None, "cpu", "cuda"):
         raise unknown("device", device, ("cpu", "cuda"), "--device")
+    if accept is not None:
+        if axes or steps or timeout_s or folder or device:
+            raise HarnessError(
+                "--accept RUN takes no other option: it reads that run's rows, and runs nothing"
+            )
+        _accept(probes[name], accept)
+        return
     chosen = cast("Device", device or devices.here())
+    if not hand_on and not probes[name].hands_on_to:
+        raise HarnessError(f"--no-bisect: {name} hands no cell on to another probe")
     measure = {k: v for k, v in {"steps": steps, "timeout_s": timeout_s}.items() if v is not None}
-    raise typer.Exit(ask(name, axes or [], chosen, measure, folder).exit_code)
+    raise typer.Exit(ask(name, axes or [], chosen, measure, folder, hand_on=hand_on).exit_code)
 
 
 def ask(
-    name: str, axes: list[str], device: Device, measure: dict[str, float], folder: Path | None = None
+    name: str,
+    axes: list[str],
+    device: Device,
+    measure: dict[str, float],
+    folder: Path | None = None,
+    *,
+    hand_on: bool = True,
 ) -> session.Outcome:
-    """Run one probe with axes as `axis=value[,value]`, and print the verdicts."""
-    suite = _suite(table()[name], axes, device, measure)
+    """Run one probe with axes as `axis=value[,value]`, print the verdicts, hand failing cells on."""
+    probes = table()
+    known = expectations.read(expectations.path_of(name, device))
+    suite = expectations.applied(_suite(probes[name], axes, device, measure), known)
     outcome = session.execute(suite, session.Options(out=folder, fresh=True), out)
-    _verdicts(outcome.folder, out)
+    rows = verdicts.show(outcome.folder, out)
+    if improved := expectations.better(rows, known):
+        for line in improved:
+            out.print(f"better than expected: {line}", style="green", markup=False, soft_wrap=True)
+        again = f"python -m harness.probe {name} --accept {outcome.folder}"
+        out.print(f"refresh what is expected: {again}", markup=False, soft_wrap=True)
+    if hand_on and not outcome.interrupted and (failed := verdicts.failing(rows)):
+        handing_on.run(probes, probes[name], failed, device, outcome.folder, out)
     return outcome
+
+
+def _accept(probe: Probe, folder: Path) -> None:
+    from reports.load import load_run
+
+    run = load_run(folder)
+    if run.meta.get("probe") != probe.name:
+        raise HarnessError(f"--accept {folder}: is a run of {run.meta.get('probe')!r}, not of {probe.name!r}")
+    path = expectations.path_of(probe.name, run.meta["device"])
+    taken = expectations.write(path, run.rows)
+    out.print(f"{path}: {taken} cells taken from {folder}", markup=False, soft_wrap=True)
 
 
 def _suite(probe: Probe, given: list[str], device: Device, measure: dict[str, float]) -> suites.Suite:
@@ -116,17 +156,6 @@ def _choices(kind: object) -> str:
     if typing.get_origin(kind) is Annotated:
         return _choices(typing.get_args(kind)[0])
     return getattr(kind, "__name__", str(kind))
-
-
-def _verdicts(folder: Path, console: Console) -> None:
-    from reports.load import load_run
-
-    view = Table("cell", "status", "verdict", "reason", box=None, pad_edge=False)
-    for row in load_run(folder).rows:
-        named = " ".join(f"{k}={v}" for k, v in row.axes.items())
-        words = (named, row.status, row.verdict or "", row.reason or row.verdict_reason)
-        view.add_row(*map(Text, words))
-    console.print(view)
 
 
 if __name__ == "__main__":

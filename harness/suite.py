@@ -105,6 +105,7 @@ def _word(value: object) -> str:
 
 def _expand(file: SuiteFile, probe: Probe, text: str, place: str) -> Suite:
     _check_axes(file, probe, place)
+    _check_measure(file, probe, place)
     rules = _Rules(file, probe, place)
     how = msgspec.json.encode([_what_decides(file.measure), file.seed, file.env], order="sorted")
     cells: list[Cell] = []
@@ -225,6 +226,14 @@ def _check_axes(file: SuiteFile, probe: Probe, place: str) -> None:
             _axis_value(axis, value, probe, f"{place}: include[{i}].{axis}")
     for axis, value in file.baseline.items():
         _axis_value(axis, value, probe, f"{place}: baseline.{axis}")
+
+
+def _check_measure(file: SuiteFile, probe: Probe, place: str) -> None:
+    for name in probe.ignores:
+        if getattr(file.measure, name) != getattr(Measure(), name):
+            raise HarnessError(
+                f"{place}: measure.{name}: has no effect on probe {probe.name!r}; leave it out"
+            )
 
 
 @functools.cache

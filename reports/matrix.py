@@ -1,0 +1,55 @@
+"""The compile matrix as a table: one line per cell, what went wrong below it with the log's last lines. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.rows import Row
+from reports.text import markdown as escaped
+
+COLUMNS = ("model", "mode", "dtype", "output", "grad", "verdict", "compile s", "peak MiB", "eager MiB")
+_LOG_LINES = 5
+
+
+def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """One tuple of words per row, as COLUMNS; skipped cells say why in their verdict."""
+    return [_line(row) for row in rows]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table and, below it, one paragraph for each cell that is not plainly right."""
+    ordered = list(rows)
+    head = [f"| {' | '.join(COLUMNS)} |", "|" + ":--|" * 6 + "--:|" * 3]
+    body = [f"| {' | '.join(escaped(word) for word in line)} |" for line in lines(ordered)]
+    legend = "output, grad: the verdict, and the largest error against float64 with eager's own in brackets."
+    return "\n".join([*head, *body, "", legend, "", *(note for row in ordered for note in _note(row))])
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    facts = row.facts
+    seconds = facts.get("compile_s")
+    return (
+        str(row.axes.get("model", "")),
+        str(row.axes.get("mode", "")),
+        str(row.axes.get("dtype", "")),
+        str(facts.get("output", "")),
+        str(facts.get("grad", "")),
+        (row.verdict or "ok") if row.status == "ok" else row.status,
+        f"{seconds:.1f}" if isinstance(seconds, float) else "",
+        _mib(facts.get("compiled_peak_bytes")),
+        _mib(facts.get("eager_peak_bytes")),
+    )
+
+
+def _note(row: Row) -> list[str]:
+    if row.status == "ok" and row.verdict == "ok":
+        return []
+    where = " ".join(f"{k}={row.axes[k]}" for k in ("model", "mode", "dtype") if k in row.axes)
+    found = [f"- {where}: {row.reason or row.verdict_reason}"]
+    if row.log_tail:
+        found += ["", *(f"      {line}" for line in row.log_tail[-_LOG_LINES:]), ""]
+    return found
+
+
+def _mib(value: object) -> str:
+    return f"{value / (1 << 20):,.0f}" if isinstance(value, int) else ""
