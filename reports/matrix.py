@@ -8,12 +8,20 @@ from harness.rows import Row
 from reports.text import markdown as escaped
 
 COLUMNS = ("model", "mode", "dtype", "output", "grad", "verdict", "compile s", "peak MiB", "eager MiB")
+_KEYS = ("model", "mode", "dtype")
 _LOG_LINES = 5
 
 
 def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """One tuple of words per row, as COLUMNS; skipped cells say why in their verdict."""
-    return [_line(row) for row in rows]
+    also = varying(rows)
+    return [_line(row, also) for row in rows]
+
+
+def varying(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The other axes in which these rows differ; they stand beside the module's name."""
+    axes = rows[0].axes if rows else {}
+    return tuple(a for a in axes if a not in _KEYS and any(row.axes.get(a) != axes[a] for row in rows))
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -22,14 +30,16 @@ def markdown(rows: Sequence[Row]) -> str:
     head = [f"| {' | '.join(COLUMNS)} |", "|" + ":--|" * 6 + "--:|" * 3]
     body = [f"| {' | '.join(escaped(word) for word in line)} |" for line in lines(ordered)]
     legend = "output, grad: the verdict, and the largest error against float64 with eager's own in brackets."
-    return "\n".join([*head, *body, "", legend, "", *(note for row in ordered for note in _note(row))])
+    return "\n".join(
+        [*head, *body, "", legend, "", *(note for row in ordered for note in _note(row, varying(ordered)))]
+    )
 
 
-def _line(row: Row) -> tuple[str, ...]:
+def _line(row: Row, also: tuple[str, ...]) -> tuple[str, ...]:
     facts = row.facts
     seconds = facts.get("compile_s")
     return (
-        str(row.axes.get("model", "")),
+        " ".join([str(row.axes.get("model", "")), *(f"{a}={row.axes.get(a)}" for a in also)]),
         str(row.axes.get("mode", "")),
         str(row.axes.get("dtype", "")),
         str(facts.get("output", "")),
@@ -41,11 +51,11 @@ def _line(row: Row) -> tuple[str, ...]:
     )
 
 
-def _note(row: Row) -> list[str]:
+def _note(row: Row, also: tuple[str, ...]) -> list[str]:
     if row.status == "ok" and row.verdict == "ok":
         return []
-    where = " ".join(f"{k}={row.axes[k]}" for k in ("model", "mode", "dtype") if k in row.axes)
-    found = [f"- {where}: {row.reason or row.verdict_reason}"]
+    where = " ".join(f"{k}={row.axes[k]}" for k in (*_KEYS, *also) if k in row.axes)
+    found = [f"- {where}: {escaped(row.reason or row.verdict_reason)}"]
     if row.log_tail:
         found += ["", *(f"      {line}" for line in row.log_tail[-_LOG_LINES:]), ""]
     return found

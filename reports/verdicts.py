@@ -13,6 +13,7 @@ from rich.text import Text
 from harness.rows import Row
 from reports import matrix
 from reports.load import load_run
+from reports.text import one_line
 
 _LOG_LINES = 5
 _FAILING = ("mismatch", "nonfinite")
@@ -66,7 +67,9 @@ def _tell(row: Row, console: Console) -> None:
     """The log's last lines, where the cell ended badly."""
     if not row.log_tail:
         return
-    console.print(f"{_named(row)}: {row.status}: {row.reason}", style="red", markup=False, soft_wrap=True)
+    console.print(
+        f"{_named(row)}: {row.status}: {one_line(row.reason)}", style="red", markup=False, soft_wrap=True
+    )
     for line in row.log_tail[-_LOG_LINES:]:
         console.print(f"    {line}", markup=False, soft_wrap=True)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from harness import expectations, handing_on
 from harness import suite as suites
@@ -19,6 +20,7 @@ from probes.compile_matrix.work import run
 from probes.table import table
 from reports import matrix, verdicts
 from tests.conftest import Ran
+from tests.test_cli import harness
 
 HEAD = 'schema = 1\ntitle = "t"\nprobe = "compile-matrix"\ndevice = "cpu"\n'
 
@@ -181,7 +183,51 @@ def test_a_failing_cell_is_handed_on_with_its_axes() -> None:
     assert "mismatch" in suite.cells[0].expect_verdict
 
 
+def test_other_axes_that_differ_stand_beside_the_module() -> None:
+    found = matrix.lines([row(model="mlp", seq=8), row(model="mlp", seq=9)])
+    assert [line[0] for line in found] == ["mlp seq=8", "mlp seq=9"]
+
+
 def test_the_table_has_the_catalogues_columns() -> None:
     assert matrix.COLUMNS[1:6] == ("mode", "dtype", "output", "grad", "verdict")
     text = matrix.markdown([row("mismatch", model="mlp", dtype="fp16")])
     assert "| mlp | default | fp16 |" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fault-drill", "fault=none", "--no-bisect"), "fault-drill hands no cell on to another probe"),
+        (("compile-matrix", "model=mlp", "--accept", "x"), "--accept RUN takes no other option"),
+        (("compile-matrix", "model=mpl"), "unknown model 'mpl'"),
+        (("compile-matrix", "mode=fast"), "unknown value 'fast'"),
+    ],
+)
+def test_what_a_probe_cannot_do_is_one_message(arguments: tuple[str, ...], message: str) -> None:
+    done = harness(*arguments, module="harness.probe")
+    assert done.returncode == 2, done.stdout
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_on_a_gpu_a_mode_is_right_or_says_why_not(mode: str) -> None:
+    axes = MatrixAxes(model="lm", mode=mode, dtype="fp16")  # type: ignore[arg-type]
+    task = Task(
+        id="t",
+        work=PROBE.work,
+        axes={},
+        device="cuda",
+        measure=Measure(steps=3),
+        seed=0,
+        folder="",
+        result_path="",
+        log_path="",
+    )
+    found = run(axes, task)
+    assert found.status in ("ok", "unsupported"), found.reason
+    if found.status == "ok":
+        assert found.verdict in ("ok", "caveat"), found.verdict_reason
+        assert found.facts["compiled_peak_bytes"]
