@@ -197,6 +197,22 @@ def test_one_wrong_element_in_a_small_row_of_a_tensor_whose_rows_differ_by_far()
     assert found.worst[0].outliers == 1
 
 
+@pytest.mark.parametrize(("noise", "wanted"), [(1e-5, "caveat"), (1e-1, "mismatch")])
+def test_a_gradient_that_is_zero_in_exact_arithmetic_may_be_rounding_noise_and_no_more(
+    noise: float, wanted: str
+) -> None:
+    candidate, eager, exact = three(dtype=torch.float16)
+    found = compare(
+        {"w": candidate, "k": candidate * noise},
+        {"w": eager, "k": eager * 0},
+        {"w": exact, "k": exact * 1e-16},
+        dtype=torch.float16,
+        reference_name="float64",
+    )
+    assert found.verdict == wanted, found.reason
+    assert "k" in found.reason
+
+
 def test_without_a_reference_the_verdict_says_so() -> None:
     candidate, eager, _ = three()
     found = compare(

@@ -23,6 +23,10 @@ eager's error there up to 2,048 tokens in three dtypes, 2.1 times at 4,096 in fl
 Where eager's error reaches 1 it is no better than zeros: a gradient that is zero but for rounding. The tensor is
 then held to ten times eager's error, and the verdict is a caveat, as it is from an error of 0.1 on.
 
+A gradient that is zero in exact arithmetic (queries and keys where all tokens are the same) is rounding noise in the
+reference too: its RMS is below what the reference resolves of the largest tensor beside it. Relative errors mean
+nothing then; such a tensor may be as large as u times that largest tensor, and the verdict is a caveat.
+
 A factor on a whole tensor is easier to see than an error of the same size, since rounding points everywhere and a
 factor along the tensor. So what of the error lies along a matrix, its gain |<x, r> / <r, r> - 1|, is held to 1.25
 times eager's error, or 2 u. Honest: at most 0.83 times eager's error and 0.8 u (an attention kernel exchanged, 1,300
@@ -102,6 +106,8 @@ class Bars:
     floor: float
     loss_floor: float
     gain_floor: float
+    noise: float  # RMS below which a tensor of the reference is its own rounding noise
+    allowed: float  # RMS that the candidate may have there
     coarse: bool  # the reference rounds as coarsely as the candidate
     absolute: Mapping[str, float]  # name -> RMS(eager - reference)
 
@@ -111,11 +117,14 @@ class Bars:
         u = UNIT_ROUNDOFF[dtype]
         dtypes = {t.dtype for t in reference.values()} or {torch.float64}
         resolved = max(map(resolution, dtypes))
+        largest = max((m.scale for m in tensors), default=0.0)
         return Bars(
             fixed=max(resolution(dtype), resolved),
             floor=max(FACTOR * ROUNDING * u, resolved),
             loss_floor=max((1.25 if dtype in _HALF else 8.0) * u, resolved / 4),
             gain_floor=max(GAIN_UNITS * u, resolved),
+            noise=resolved * largest,
+            allowed=u * largest,
             coarse=max(UNIT_ROUNDOFF.get(d, 1.0) for d in dtypes) >= u,
             absolute={m.name: m.eager_error * m.scale for m in tensors if m.eager_error is not None},
         )
@@ -126,15 +135,21 @@ class Bars:
             return self.loss_floor if m.is_loss else self.fixed
         if m.is_loss:
             return max(self.loss_floor, FACTOR * m.eager_error)
+        if self.void(m):
+            return max(NOISE_FACTOR * m.eager_error, self.allowed / m.scale)
         if m.eager_error >= NOISE:
             return NOISE_FACTOR * m.eager_error
         factor = VECTOR_FACTOR if m.vector else FACTOR
         most = max(CAP, FACTOR * m.eager_error)
         return max(self.floor, min(max(factor * m.eager_error, self._beside(m)), most))
 
+    def void(self, m: Measured) -> bool:
+        """Whether the reference of this tensor is but the rounding noise of others."""
+        return 0.0 < m.scale < self.noise and not m.is_loss
+
     def gain_bar(self, m: Measured) -> float:
         """The largest gain; infinite where a factor is no evidence: few elements, no eager, an eager that is noise."""
-        if m.eager_error is None or m.vector or m.is_loss or m.eager_error > NOISY:
+        if m.eager_error is None or m.vector or m.is_loss or m.eager_error > NOISY or self.void(m):
             return math.inf
         return max(self.gain_floor, GAIN * m.eager_error, self._beside(m))
 
@@ -150,7 +165,8 @@ class Bars:
         if m.problem:
             return math.inf
         gain = m.gain / self.gain_bar(m)
-        return max(m.error / self.bar(m), gain, 1.0 + m.outliers if m.outliers else 0.0)
+        wild = m.outliers and not self.void(m)
+        return max(m.error / self.bar(m), gain, 1.0 + m.outliers if wild else 0.0)
 
 
 def judge(tensors: list[Measured], losses: list[Measured], bars: Bars) -> Judged:
@@ -159,7 +175,7 @@ def judge(tensors: list[Measured], losses: list[Measured], bars: Bars) -> Judged
     if not tensors:
         return Judged(verdict="mismatch", reason="no tensors to compare")
     if wrong := (
-        broken(everything) or _over(everything, bars) or _scaled(everything, bars) or _wild(everything)
+        broken(everything) or _over(everything, bars) or _scaled(everything, bars) or _wild(everything, bars)
     ):
         return wrong
     worst = max(everything, key=bars.times_over)
@@ -204,8 +220,8 @@ def _scaled(everything: list[Measured], bars: Bars) -> Judged | None:
     )
 
 
-def _wild(everything: list[Measured]) -> Judged | None:
-    wild = [m for m in everything if m.outliers]
+def _wild(everything: list[Measured], bars: Bars) -> Judged | None:
+    wild = [m for m in everything if m.outliers and not bars.void(m)]
     if not wild:
         return None
     m = max(wild, key=lambda m: m.outliers)
@@ -221,6 +237,8 @@ def _doubt(everything: list[Measured], bars: Bars) -> str:
         return "the reference is no more precise than the candidate"
     if noted := [m for m in everything if m.note]:
         return f"{noted[0].name}: {noted[0].note}"
+    if void := [m for m in everything if bars.void(m)]:
+        return f"{void[0].name} is zero but for rounding, in the reference too"
     noisy = [m for m in everything if m.eager_error is not None and m.eager_error > NOISY]
     if noisy:
         m = max(noisy, key=lambda m: m.eager_error or 0.0)
