@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -78,6 +79,19 @@ def _unknown_cost(axes: Axes, device: Device, measure: Measure) -> float:
     return 1.0
 
 
+class FromFile(msgspec.Struct, frozen=True, kw_only=True):
+    """How a probe takes the values of one axis from a file of the user's, read without executing it."""
+
+    axis: str
+    names: Callable[
+        [Path | None], list[str]
+    ]  # of the file, or of the built-in set; ValueError says what is wrong
+    open_axes: Callable[
+        [str], dict[str, list[AxisValue]]
+    ]  # of one name: the axes it leaves open, and their values
+    left_out: Callable[[Path], str]  # what of the file makes no cell, and why; "" for nothing
+
+
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """One question that cells can answer. Declared without importing torch."""
 
@@ -94,6 +108,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     ignores: tuple[str, ...] = ()  # fields of Measure without effect here: a suite that sets one is refused
     hands_on_to: str = ""  # the probe that takes a failing cell, with the same axes
     sources: tuple[str, ...] = ()  # modules or packages whose files make up the `code` fingerprint
+    from_file: FromFile | None = None  # what `--file PATH` asks
     skip: Callable[[Axes, Device], str] = _never  # a reason, or "" to run
     devices: Callable[[Axes], int] = _one  # how many devices a cell claims
     estimate_s: Callable[[Axes, Device, Measure], float] = _unknown_cost

@@ -6,6 +6,7 @@ Exit codes are those of `python -m harness run`: 1 where a cell ends worse than 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import typing
@@ -19,7 +20,7 @@ from rich.console import Console
 from harness import devices, expectations, handing_on, session
 from harness import suite as suites
 from harness.__main__ import guarded, out
-from harness.cells import Device, Probe
+from harness.cells import AxisValue, Device, FromFile, Probe
 from harness.errors import HarnessError, unknown
 from probes.table import table
 from reports import verdicts
@@ -36,6 +37,9 @@ def probe(
     steps: Annotated[int | None, typer.Option(min=1, help="Timed steps per cell")] = None,
     timeout_s: Annotated[float | None, typer.Option("--timeout", min=0.1, help="Seconds per cell")] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="The run's folder")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Kernels of this file or folder (triton-lowering)")
+    ] = None,
     accept: Annotated[
         Path | None, typer.Option(help="Take this run's rows for what is expected; runs nothing")
     ] = None,
@@ -54,7 +58,7 @@ def probe(
     if device not in (None, "cpu", "cuda"):
         raise unknown("device", device, ("cpu", "cuda"), "--device")
     if accept is not None:
-        if axes or steps or timeout_s or folder or device:
+        if axes or steps or timeout_s or folder or device or file:
             raise HarnessError(
                 "--accept RUN takes no other option: it reads that run's rows, and runs nothing"
             )
@@ -64,7 +68,7 @@ def probe(
     if not hand_on and not probes[name].hands_on_to:
         raise HarnessError(f"--no-bisect: {name} hands no cell on to another probe")
     measure = {k: v for k, v in {"steps": steps, "timeout_s": timeout_s}.items() if v is not None}
-    raise typer.Exit(ask(name, axes or [], chosen, measure, folder, hand_on=hand_on).exit_code)
+    raise typer.Exit(ask(name, axes or [], chosen, measure, folder, hand_on=hand_on, file=file).exit_code)
 
 
 def ask(
@@ -75,11 +79,12 @@ def ask(
     folder: Path | None = None,
     *,
     hand_on: bool = True,
+    file: Path | None = None,
 ) -> session.Outcome:
     """Run one probe with axes as `axis=value[,value]`, print the verdicts, hand failing cells on."""
     probes = table()
     known = expectations.read(expectations.path_of(name, device))
-    suite = expectations.applied(_suite(probes[name], axes, device, measure), known)
+    suite = expectations.applied(_suite(probes[name], axes, device, measure, file), known)
     outcome = session.execute(suite, session.Options(out=folder, fresh=True), out)
     rows = verdicts.show(outcome.folder, out)
     if improved := expectations.better(rows, known):
@@ -103,21 +108,28 @@ def _accept(probe: Probe, folder: Path) -> None:
     out.print(f"{path}: {taken} cells taken from {folder}", markup=False, soft_wrap=True)
 
 
-def _suite(probe: Probe, given: list[str], device: Device, measure: dict[str, float]) -> suites.Suite:
-    if not given and not measure:
+def _suite(
+    probe: Probe, given: list[str], device: Device, measure: dict[str, float], file: Path | None = None
+) -> suites.Suite:
+    if not given and not measure and not file:
         try:
             return suites.load(suites.find(probe.name, device), {probe.name: probe}, device)
         except HarnessError as error:
             if "unknown suite" not in str(error):
                 raise
     lines = ["schema = 1", f'title = "{probe.question}"', f'probe = "{probe.name}"', f'device = "{device}"']
-    lines += ["[measure]", *(f"{key} = {value}" for key, value in measure.items()), "[axes]"]
-    for item in given:
-        axis, _, values = item.partition("=")
-        if not values:
-            raise HarnessError(f"{item}: write it as axis=value or axis=value,value")
-        lines.append(f"{axis} = [{', '.join(_toml(word) for word in values.split(','))}]")
-    if not given:
+    lines += ["[measure]", *(f"{key} = {value}" for key, value in measure.items())]
+    axes = _given(given)
+    if probe.from_file is not None:
+        lines += _cells_of(file, probe.from_file, axes)
+    elif file is not None:
+        raise HarnessError(f"--file {file}: {probe.name} takes no file")
+    elif axes:
+        lines += [
+            "[axes]",
+            *(f"{axis} = [{', '.join(map(json.dumps, values))}]" for axis, values in axes.items()),
+        ]
+    else:
         raise HarnessError(
             f"python -m harness.probe {probe.name}: give its axes as axis=value ({_axes(probe)}), "
             f"or run a suite of it: {', '.join(_suites_of(probe)) or 'there is none in suites/'}"
@@ -125,12 +137,43 @@ def _suite(probe: Probe, given: list[str], device: Device, measure: dict[str, fl
     return suites.parse("\n".join(lines), f"{probe.name}.toml", {probe.name: probe})
 
 
-def _toml(word: str) -> str:
+def _given(words: list[str]) -> dict[str, list[AxisValue]]:
+    axes: dict[str, list[AxisValue]] = {}
+    for item in words:
+        axis, _, values = item.partition("=")
+        if not values:
+            raise HarnessError(f"{item}: write it as axis=value or axis=value,value")
+        if axis in axes:
+            raise HarnessError(f"{item}: {axis} was given before; write its values as {axis}=value,value")
+        axes[axis] = [_value(word) for word in values.split(",")]
+    return axes
+
+
+def _cells_of(file: Path | None, source: FromFile, axes: dict[str, list[AxisValue]]) -> list[str]:
+    """One `[[include]]` per cell: the names given, or the file's, or the built-in ones; each with its open axes."""
+    if file is not None and source.axis in axes:
+        raise HarnessError(f"{source.axis}=…: --file {file} decides it already; give one of the two")
+    lines = []
+    try:
+        if file is not None and (why := source.left_out(file)):
+            out.print(f"note: {file}: {why}", style="yellow", markup=False, soft_wrap=True)
+        for name in map(str, axes.get(source.axis) or source.names(file)):
+            point: dict[str, list[AxisValue]] = {**source.open_axes(name), **axes, source.axis: [name]}
+            for values in itertools.product(*point.values()):
+                held = zip(point, values, strict=True)
+                lines += ["[[include]]", *(f"{axis} = {json.dumps(value)}" for axis, value in held)]
+    except ValueError as error:
+        raise HarnessError(f"{f'--file {file}: ' if file else ''}{error}") from error
+    return lines
+
+
+def _value(word: str) -> AxisValue:
     """Numbers and booleans as they are, anything else as a string."""
     try:
-        return word if isinstance(json.loads(word), int | float) else json.dumps(word)
+        value = json.loads(word)
     except ValueError:
-        return json.dumps(word)
+        return word
+    return value if isinstance(value, int | float) else word
 
 
 def _describe(probe: Probe, console: Console) -> None:

@@ -6,9 +6,16 @@ import importlib.metadata
 
 from harness.cells import Probe
 from harness.errors import HarnessError
-from probes import bisect, compile_matrix, fault_drill, train_step
+from probes import bisect, compile_matrix, fault_drill, train_step, triton_lowering, volta_lowering
 
-_OURS = (train_step.PROBE, compile_matrix.PROBE, bisect.PROBE, fault_drill.PROBE)
+_OURS = (
+    train_step.PROBE,
+    compile_matrix.PROBE,
+    bisect.PROBE,
+    triton_lowering.PROBE,
+    volta_lowering.PROBE,
+    fault_drill.PROBE,
+)
 
 
 def table() -> dict[str, Probe]:

@@ -10,6 +10,16 @@ from reports.text import markdown as escaped
 COLUMNS = ("model", "mode", "dtype", "output", "grad", "verdict", "compile s", "peak MiB", "eager MiB")
 _KEYS = ("model", "mode", "dtype")
 _LOG_LINES = 5
+# Stands above every table of volta-lowering, whatever its rows say.
+EMULATION = (
+    "Emulation: kernels lowered by Triton as for sm_70, assembled for and run on another card. It checks the "
+    "compiler's path for Volta, not Volta's hardware; Inductor's gates and cuBLAS are those of the card that ran."
+)
+
+
+def label(probe: str) -> str:
+    """What a reader of this probe's table must know first; empty for measurements of the card itself."""
+    return EMULATION if probe == "volta-lowering" else ""
 
 
 def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
@@ -27,7 +37,8 @@ def varying(rows: Sequence[Row]) -> tuple[str, ...]:
 def markdown(rows: Sequence[Row]) -> str:
     """The table and, below it, one paragraph for each cell that is not plainly right."""
     ordered = list(rows)
-    head = [f"| {' | '.join(COLUMNS)} |", "|" + ":--|" * 6 + "--:|" * 3]
+    said = label(rows[0].probe) if rows else ""
+    head = [*([said, ""] if said else []), f"| {' | '.join(COLUMNS)} |", "|" + ":--|" * 6 + "--:|" * 3]
     body = [f"| {' | '.join(escaped(word) for word in line)} |" for line in lines(ordered)]
     legend = "output, grad: the verdict, and the largest error against float64 with eager's own in brackets."
     return "\n".join(

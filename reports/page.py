@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from reports import details, outcomes, tables
+from reports import details, matrix, outcomes, tables
 from reports.answers import Answer, answers
 from reports.groups import Group, groups, label, varying
 from reports.load import Run
@@ -130,6 +130,7 @@ def _title(group: Group, all_groups: Sequence[Group]) -> str:
 def _caption(group: Group) -> tuple[str, ...]:
     fixed = ", ".join(f"{axis} {fact(value)}" for axis, value in group.fixed.items())
     lines = [f"Same for all: {fixed}."] if fixed else []
+    lines += [said] if (said := matrix.label(group.probe)) else []
     if group.timed and group.mode_axes and any(group.against(p) for p in group.points):
         base = label(group.baseline)
         lines.append(f"Speed and memory are ratios to {base}{' at the same seq' if group.x else ''}.")

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.rows import Row
-from reports import matrix
+from reports import lowering, matrix
 from reports.load import load_run
 from reports.text import one_line
 
@@ -23,12 +23,15 @@ def show(folder: Path, console: Console) -> list[Row]:
     """Print the verdicts of the run in `folder`; returns its rows, in the order of their axes."""
     run = load_run(folder)
     rows = sorted(run.rows, key=lambda row: row.started_at or "~")
-    if run.meta.get("probe") == "compile-matrix":
+    if run.meta.get("probe") in ("compile-matrix", "volta-lowering"):
         rows = sorted(rows, key=lambda row: [str(row.axes[a]) for a in ("model", "mode", "dtype")])
         _matrix(rows, console)
         page = folder / "MATRIX.md"
         page.write_text(matrix.markdown(rows), encoding="utf-8")
         console.print(f"table: {page}", markup=False, soft_wrap=True)
+    elif run.meta.get("probe") == "triton-lowering":
+        _aligned([lowering.COLUMNS, *lowering.lines([r for r in rows if r.status != "skipped"])], console)
+        _skips(rows, console)
     else:
         words = [
             (_named(row), row.status, row.verdict or "", row.reason or row.verdict_reason) for row in rows
@@ -47,11 +50,20 @@ def failing(rows: Sequence[Row]) -> list[Row]:
 
 def _matrix(rows: Sequence[Row], console: Console) -> None:
     """What ran, in columns that are never folded; what was skipped, by its reason."""
-    lines = [matrix.COLUMNS, *matrix.lines([r for r in rows if r.status != "skipped"])]
+    if rows and (said := matrix.label(rows[0].probe)):
+        console.print(said, style="yellow", markup=False, soft_wrap=True)
+    _aligned([matrix.COLUMNS, *matrix.lines([r for r in rows if r.status != "skipped"])], console)
+    _skips(rows, console)
+
+
+def _aligned(lines: Sequence[tuple[str, ...]], console: Console) -> None:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         words = "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True))
         console.print(words.rstrip(), markup=False, soft_wrap=True)
+
+
+def _skips(rows: Sequence[Row], console: Console) -> None:
     for reason, count in collections.Counter(r.reason for r in rows if r.status == "skipped").items():
         console.print(f"skipped, {count}: {reason}", style="dim", markup=False, soft_wrap=True)
 
