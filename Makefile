@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
 CODE := $(wildcard harness probes reports tc_volta cp_volta tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test sweep-single quick drill bench doctor lint schema clean FORCE
+.PHONY: help setup test sweep-single quick drill bench doctor verify lint schema clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +43,9 @@ bench: $(READY) ## BENCH.md and plots again, from rows already measured (ARGS: t
 
 doctor: $(READY) ## what this machine can do, decision by decision
 	@$(HARNESS) doctor $(ARGS)
+
+verify: $(READY) ## what README, BENCH.md and the catalogue claim, checked as far as this machine can
+	@$(HARNESS) verify $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check $(CODE)

@@ -1,4 +1,4 @@
-"""Command line: plan, run, report, doctor.
+"""Command line: plan, run, report, fit, verify, doctor.
 
 Exit codes: 0 as expected; 1 a row that the suite does not expect; 2 wrong input; 130 interrupted.
 """
@@ -161,6 +161,21 @@ def fit_(
             ask("train-step", cell_of(fitting[0], means), "cuda", {"steps": 1, "warmup_steps": 1}).exit_code
         )
     raise typer.Exit(0 if fitting else 1)
+
+
+@app.command()
+def verify(
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="A claim's id; may be repeated. Default: all")
+    ] = None,
+    check: Annotated[bool, typer.Option("--run/--no-run", help="Check, or only render the pages")] = True,
+) -> None:
+    """Check what README, BENCH.md and the catalogue claim; render VERIFY.md and TORCH_COMPILE_VOLTA.md."""
+    from harness.verify import verify as check_claims
+
+    if only and not check:
+        raise HarnessError("--only with --no-run: rendering takes all claims; give one of the two")
+    raise typer.Exit(check_claims(only or [], out, run=check))
 
 
 @app.command()

@@ -33,21 +33,22 @@ def render(runs: Sequence[Run], out_folder: Path | str, fmt: Format = "md") -> l
     else:
         files["BENCH.md"] = markdown(made).encode("utf-8", "backslashreplace")
         files |= pictures
-    return [_write(folder / name, data) for name, data in files.items()]
+    return [write(folder / name, data) for name, data in files.items()]
 
 
 def markdown(made: Page) -> str:
     """The page as GitHub's Markdown."""
-    return _environment(escape=False).get_template("bench.md.jinja").render(page=made)
+    return environment(escape=False).get_template("bench.md.jinja").render(page=made)
 
 
 def html(made: Page, pictures: dict[str, bytes]) -> str:
     """The page as one HTML file that needs no other."""
     inline = {path: base64.b64encode(data).decode("ascii") for path, data in pictures.items()}
-    return _environment(escape=True).get_template("bench.html.jinja").render(page=made, inline=inline)
+    return environment(escape=True).get_template("bench.html.jinja").render(page=made, inline=inline)
 
 
-def _environment(escape: bool) -> jinja2.Environment:
+def environment(escape: bool) -> jinja2.Environment:
+    """Our templates and filters; `escape` for HTML."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("reports"),
         autoescape=escape,
@@ -70,7 +71,8 @@ def _draw(picture: Picture) -> bytes:
     return plots.draw(picture.group, picture.kind)
 
 
-def _write(path: Path, data: bytes) -> Path:
+def write(path: Path, data: bytes) -> Path:
+    """Write whole or not at all. Raises HarnessError where it cannot."""
     partial = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

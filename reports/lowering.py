@@ -27,6 +27,32 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([head, rule, *(f"| {' | '.join(map(markdown, line))} |" for line in lines(rows))])
 
 
+def pivot(rows: Sequence[Row], by: Sequence[str], across: Sequence[str]) -> str:
+    """One line per value of the axes `by`, one column per value of the axes `across`; each cell in few words."""
+    down = list(dict.fromkeys(_key(row, by) for row in rows))
+    heads = list(dict.fromkeys(_key(row, across) for row in rows))
+    cells = {(_key(row, by), _key(row, across)): _short(row) for row in rows}
+    head = f"| {' '.join(by)} | {' | '.join(map(markdown, heads))} |"
+    lines = [
+        f"| {markdown(name)} | {' | '.join(markdown(cells.get((name, one), NONE)) for one in heads)} |"
+        for name in down
+    ]
+    return "\n".join([head, "|" + ":--|" * (len(heads) + 1), *lines])
+
+
+def _key(row: Row, axes: Sequence[str]) -> str:
+    return " ".join(str(row.axes.get(axis, "")) for axis in axes)
+
+
+def _short(row: Row) -> str:
+    if row.status != "ok":
+        return row.status
+    dots = str(row.facts.get("dots", "")).partition(":")[0]
+    spilled = _sum(row.facts.get("spill_store_bytes"), row.facts.get("spill_load_bytes"))
+    words = ["compiles" if dots in ("", "no dot") else dots]
+    return ", ".join([*words, f"spills {spilled:,} B"] if spilled else words)
+
+
 def _line(row: Row) -> tuple[str, ...]:
     facts = row.facts
     asked = row.axes.get("triton")

@@ -36,6 +36,7 @@ MAY = {
     "harness": {"harness"},
     "harness.__main__": {"harness", "probes", "reports"},
     "harness.probe": {"harness", "probes", "reports"},
+    "harness.verify": {"harness", "reports"},  # a command of its own
 }
 TORCH_FREE = ("harness", "reports")
 HEAVY = {"torch", "transformers", "xformers"}

@@ -82,8 +82,16 @@ def test_a_refusal_is_in_the_compilers_words_and_not_in_the_ir_that_follows() ->
     assert said == (
         "Unsupported conversion from f16 to f16; LLVM ERROR: Unsupported rounding mode.; RuntimeError: PassManager::run failed"
     )
-    assembler = "PTXASError: Internal Triton PTX codegen error\n`ptxas` stderr:\nptxas /tmp/x.ptx, line 9; error   : Feature '.bf16' requires .target sm_80 or higher"
-    assert "requires .target sm_80" in assembly.complaint(assembler, "")
+    error = (
+        "PTXASError: Internal Triton PTX codegen error\n`ptxas` stderr:\n"
+        "ptxas /tmp/x.ptx, line 9; error   : Feature '.bf16' requires .target sm_80 or higher"
+    )
+    traceback = "    raise RuntimeError(f'Internal Triton PTX codegen error: \\n{log}')\n"
+    assert assembly.complaint(error, traceback) == (
+        "ptxas Feature '.bf16' requires .target sm_80 or higher; PTXASError: Internal Triton PTX codegen error"
+    )
+    abort = 'python: /project/lib/ReduceOpToLLVM.cpp:29: virtual Result f(Op, {anonymous}::A) const: Assertion `x && "y"\' failed.\n'
+    assert assembly.complaint("", abort) == 'ReduceOpToLLVM.cpp:29: Assertion `x && "y"\' failed'
 
 
 @pytest.fixture

@@ -23,7 +23,14 @@ MATRIX_TYPES = {
     80: ("f16", "bf16", "f32", "i8", "f64"),
     90: ("f16", "bf16", "f32", "i8", "f64"),
 }
-_BARE = re.compile(r"^(?:LLVM ERROR:|.*\berror:|.*Assertion .* failed|ptxas .*(?:error|fatal))", re.I)
+# Lines in which a compiler says what is wrong; the groups are what is kept of them.
+_COMPLAINTS = (
+    re.compile(r"(LLVM ERROR:.*)"),
+    re.compile(r"(Unsupported .*)"),
+    re.compile(r"(ptxas) .*?;\s*(?:error|fatal)\s*:\s*(.*)"),
+    re.compile(r"\S+: (?:\S*/)?([\w.]+\.(?:cpp|h):\d+:).*?(Assertion .* failed)"),
+    re.compile(r"(?:\S+:\d+:\d+: )?(error: .*)"),
+)
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,15 +89,18 @@ def resources(log: str) -> Resources:
 
 
 def complaint(error: str, log: str) -> str:
-    """The compiler's own words, on one line: its complaints in the log, then the exception."""
-    said = [line.strip() for line in log.splitlines() if _is_complaint(line)]
-    from_tool = [line.strip() for line in error.splitlines() if _BARE.match(line.strip())]
-    first = error.splitlines()[0] if error else ""
-    return "; ".join(dict.fromkeys([*said[:2], first, *from_tool[:2]])).strip("; ")[:1000]
+    """The compiler's own words, on one line: its complaints in the log and the exception, then the exception's name."""
+    said = [short for text in (log, error) for line in text.splitlines() if (short := _complaint(line))]
+    first = error.splitlines()[0].rstrip(": ") if error else ""
+    return "; ".join(dict.fromkeys([*said[:2], *([first] if first else [])]))[:1000]
 
 
-def _is_complaint(line: str) -> bool:
-    return bool(_BARE.match(line.strip())) or line.startswith("Unsupported")
+def _complaint(line: str) -> str:
+    """A line that says what is wrong, without the paths in it; empty for any other."""
+    for pattern in _COMPLAINTS:
+        if found := pattern.match(line):
+            return " ".join(word.strip() for word in found.groups() if word)
+    return ""
 
 
 def dots_in_words(kernel: Made) -> str:

@@ -91,11 +91,12 @@ def _compile(spec: Path, folder: Path, where: str) -> tuple[int, str]:
         env=env,
         check=False,
     )
-    said = [line for line in done.stderr.splitlines() if line.strip()]
+    log = done.stderr.replace(f"{folder}/", "").replace(f"{_ROOT}/", "").replace(f"{sys.base_prefix}/", "")
+    said = [line for line in log.splitlines() if line.strip()]
     # Refusals are followed by pages of IR; the words before it are what a reader needs, and the exception after it.
     kept = said if len(said) <= _LOG_LINES else [*said[:8], "[…]", *said[8 - _LOG_LINES :]]
     print("\n".join(kept), file=sys.stderr, flush=True)
-    return done.returncode, done.stderr
+    return done.returncode, log
 
 
 def _looked(axes: LoweringAxes, folder: Path, done: dict[str, Any]) -> Result:
