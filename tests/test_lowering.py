@@ -11,12 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from harness.suite import SUITES
 from probes import triton_lowering
-from probes.triton_lowering import assembly, sources
-from probes.triton_lowering.work import judged, triton_folder
-from tests.conftest import ROOT, Ran
+from probes.triton_lowering import sources
+from probes.triton_lowering.work import triton_folder
+from tests.conftest import ROOT, Ran, rows_of
 from tests.test_cli import harness
 
 WHEELS = sorted(path.name for path in (ROOT / ".triton").glob("*") if (path / "triton").is_dir())
@@ -25,73 +26,6 @@ needs_triton = pytest.mark.skipif(
     not HERE, reason="no Triton here: pip install --target .triton/3.7.1 triton==3.7.1"
 )
 HEAD = 'schema = 1\ntitle = "t"\nprobe = "triton-lowering"\ndevice = "cpu"\n[fixed]\n'
-
-TTIR = "%3 = tt.dot %1, %2, %cst, inputPrecision = tf32 : tensor<64x32xf16> * tensor<32x64xf16> -> tensor<64x64xf32>\n"
-PTX = """
-\tmma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1}, {%r2};
-\t@%p1 mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1}, {%r2};
-\tfma.rn.f32 %f1, %f2, %f3;
-\tcvt.rn.bf16x2.f32 %r1, %f1, %f2;
-\t// fma.rn.f32 in a comment
-"""
-LOG = """ptxas info    : Function properties for k
-    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads
-ptxas info    : Used 168 registers, used 1 barriers, 392 bytes cmem[0]"""
-
-
-def test_instructions_are_counted_where_they_are_instructions() -> None:
-    kernel = assembly.made(TTIR, PTX)
-    assert (kernel.dots, kernel.operands) == (1, ("f16",))
-    assert kernel.matrix == {"mma.sync m16n8k16": 2}
-    assert (kernel.fma, kernel.bf16) == (1, 1)
-
-
-def test_registers_and_spills_are_the_assemblers() -> None:
-    used = assembly.resources(LOG)
-    assert (used.registers, used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (
-        168,
-        16,
-        24,
-        8,
-    )
-    assert assembly.resources("it said nothing").registers is None
-
-
-def test_a_scalar_dot_is_a_caveat_only_where_the_card_has_an_instruction_for_it() -> None:
-    used = assembly.resources(LOG.replace("16 bytes", "0 bytes").replace("24 bytes", "0 bytes"))
-    scalar = assembly.made(TTIR, "\tfma.rn.f32 %f1;\n")
-    assert judged(scalar, used, 70)[0] == "caveat"
-    in_fp32 = assembly.made(TTIR.replace("xf16", "xf32"), "\tfma.rn.f32 %f1;\n")
-    assert judged(in_fp32, used, 70) == (
-        "ok",
-        "scalar FMA: 1 fma, no matrix instruction (sm_70 has none for f32)",
-    )
-    assert judged(in_fp32, used, 80)[0] == "caveat"
-
-
-def test_spilled_registers_are_a_caveat_and_so_is_an_assembler_without_words() -> None:
-    matrix = assembly.made(TTIR, PTX)
-    assert judged(matrix, assembly.resources(LOG), 80)[0] == "caveat"
-    verdict, words = judged(matrix, assembly.resources(""), 80)
-    assert (verdict, "did not say" in words) == ("caveat", True)
-
-
-def test_a_refusal_is_in_the_compilers_words_and_not_in_the_ir_that_follows() -> None:
-    log = "Unsupported conversion from f16 to f16\nLLVM ERROR: Unsupported rounding mode.\n#blocked = #ttg.blocked\n"
-    said = assembly.complaint("RuntimeError: PassManager::run failed", log)
-    assert said == (
-        "Unsupported conversion from f16 to f16; LLVM ERROR: Unsupported rounding mode.; RuntimeError: PassManager::run failed"
-    )
-    error = (
-        "PTXASError: Internal Triton PTX codegen error\n`ptxas` stderr:\n"
-        "ptxas /tmp/x.ptx, line 9; error   : Feature '.bf16' requires .target sm_80 or higher"
-    )
-    traceback = "    raise RuntimeError(f'Internal Triton PTX codegen error: \\n{log}')\n"
-    assert assembly.complaint(error, traceback) == (
-        "ptxas Feature '.bf16' requires .target sm_80 or higher; PTXASError: Internal Triton PTX codegen error"
-    )
-    abort = 'python: /project/lib/ReduceOpToLLVM.cpp:29: virtual Result f(Op, {anonymous}::A) const: Assertion `x && "y"\' failed.\n'
-    assert assembly.complaint("", abort) == 'ReduceOpToLLVM.cpp:29: Assertion `x && "y"\' failed'
 
 
 @pytest.fixture
@@ -166,6 +100,20 @@ def test_wrong_words_on_the_command_line_are_one_message() -> None:
     assert (done.returncode, "unknown kernel 'dott'; built in: pointwise" in done.stderr) == (2, True)
     done = harness("fault-drill", "--file", "README.md", module="harness.probe")
     assert (done.returncode, "fault-drill takes no file" in done.stderr) == (2, True)
+
+
+def test_the_kernels_of_a_file_are_cells_with_the_axes_they_leave_open(tmp_path: Path) -> None:
+    file = "probes/triton_lowering/builtin.py"
+    asked = ("triton-lowering", "--file", file, "dtype=fp16", "triton=0.0.1", "--out", str(tmp_path / "run"))
+    done = harness(*asked, module="harness.probe")
+    assert done.returncode == 1, done.stderr
+    rows = rows_of(tmp_path / "run")
+    assert {(str(r.axes["kernel"]).split("::")[-1], r.axes["dtype"], r.axes["size"]) for r in rows} == {
+        (name, "fp16", 64) for name in sources.builtin_names()
+    }
+    assert {r.status for r in rows} == {"unsupported"}
+    done = harness("triton-lowering", "--file", file, "kernel=dot", module="harness.probe")
+    assert (done.returncode, "decides it already; give one of the two" in done.stderr) == (2, True)
 
 
 def test_a_triton_that_is_not_there_is_named_with_the_command_that_gets_it(
@@ -304,3 +252,21 @@ if sys.argv[0].endswith("lower.py"):
 def test_the_suite_lowers_every_built_in_kernel() -> None:
     text = (SUITES / "triton-lowering.toml").read_text()
     assert all(f'"{name}"' in text for name in sources.builtin_names())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernels_of_an_inductor_run_are_lowered_for_volta(
+    run_suite: Callable[..., Ran], tmp_path: Path
+) -> None:
+    code = "import torch; f = torch.compile(lambda x: torch.softmax(x.relu(), -1)); f(torch.ones(64, 64, device='cuda'))"
+    env = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path / "kernels"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "c"),
+    }
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    names = triton_lowering.names(tmp_path / "kernels")
+    assert names
+    ran = run_suite(HEAD.replace("[fixed]", "[axes]") + f"kernel = {names}\n", triton_lowering.PROBE)
+    assert {row.status for row in ran.rows} == {"ok"}, [row.reason for row in ran.rows]

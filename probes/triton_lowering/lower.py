@@ -77,9 +77,9 @@ def _function(path: Path, name: str):
     sys.modules[path.stem] = module
     module_spec.loader.exec_module(module)
     kernel = getattr(module, name)
-    while hasattr(kernel, "fn") and not hasattr(kernel, "arg_names"):  # autotuned or with heuristics
+    while type(kernel).__name__ in ("Autotuner", "Heuristics"):
         kernel = kernel.fn
-    return getattr(kernel, "fn", kernel) if type(kernel).__name__ in ("Autotuner", "Heuristics") else kernel
+    return kernel
 
 
 if __name__ == "__main__":
