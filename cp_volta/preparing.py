@@ -28,7 +28,7 @@ from cp_volta.host_adamw import HostAdamW
 from cp_volta.host_memory import available_bytes
 from cp_volta.offload import Offloader
 from cp_volta.planning import Decision, Plan, gib, plan
-from cp_volta.step import STATE_BYTES, Optimizer, Shape, Work
+from cp_volta.step import KERNELS, STATE_BYTES, Optimizer, Shape, Work
 from cp_volta.tiling import causal_model, tile, untile
 
 HALF = (torch.float16, torch.bfloat16)
@@ -86,7 +86,7 @@ def prepare(
     _check(model, seq, cp_size, dtype, optimizer)
     device = next(model.parameters()).device
     shape = shape_of(inner)
-    amp = mesh is None and next(inner.parameters()).dtype != dtype
+    amp = mesh is None and any(p.dtype != dtype for p in model.parameters())  # adapters in float32 count too
     kernel, why = _kernel(inner, attention, dtype, seq, device)
     work = _work(model, batch * seq // cp_size, dtype, optimizer, kernel, 1 if mesh is None else mesh.size())
     work = dataclasses.replace(work, cp=cp_size)
@@ -172,7 +172,7 @@ def _kernel(
     """(the kernel that the formulas are to count, why)."""
     if device.type != "cuda":
         return "cpu", "there is no CUDA device"
-    shape = shape_of(inner)
+    shape, kept = shape_of(inner), ""
     request = tc_volta.Request(
         device="cuda",
         capability=torch.cuda.get_device_capability(device),
@@ -185,9 +185,17 @@ def _kernel(
         causal=True,
     )
     if attention == "keep":
-        return tc_volta.choose(request).kernel, "the model's own attention is kept; counted as the best here"
+        attention, kept = _kept(inner), "the model's own attention is kept"
     chosen = tc_volta.choose(request, attention)
-    return chosen.kernel, chosen.reason
+    if chosen.kernel not in KERNELS:
+        raise ValueError(f"no fused attention kernel serves a long context here: {chosen.reason}")
+    return chosen.kernel, kept or chosen.reason
+
+
+def _kept(inner: nn.Module) -> str:
+    """Which of tc_volta's kernels the model's attention is; "auto" where it is another's, sdpa say."""
+    own = inner.config._attn_implementation  # type: ignore[union-attr]
+    return next((name for name in tc_volta.KERNELS if tc_volta.attention_name(name) == own), "auto")
 
 
 def _work(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -99,8 +100,11 @@ def test_planning_reading_and_reporting_never_import_torch() -> None:
     assert not set(done.stdout.split()) & HEAVY
 
 
+NEEDS = {"cp_volta.triton_rows": "triton"}  # written in a language that a machine without a GPU does not have
+
+
 def test_importing_any_module_starts_no_process_and_initialises_no_device() -> None:
-    names = [n for n, _ in _modules() if not n.endswith("__main__")]
+    names = [n for n, _ in _modules() if not n.endswith("__main__") and _can_be_imported(n)]
     code = (
         "import importlib, os, subprocess, torch._inductor.compile_fx\n"
         "from transformers import PreTrainedModel\n"  # Inductor itself names its cache folder in the environment
@@ -114,3 +118,7 @@ def test_importing_any_module_starts_no_process_and_initialises_no_device() -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def _can_be_imported(name: str) -> bool:
+    return name not in NEEDS or importlib.util.find_spec(NEEDS[name]) is not None

@@ -174,6 +174,30 @@ def test_sharded_with_fsdp2_it_trains_from_fp32_shards_in_half(one_rank: None, o
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
+def test_adapters_in_fp32_over_a_frozen_fp16_model_train_under_autocast() -> None:
+    from tests.test_tiling import lora
+
+    model = lora(build("tiny-qwen2-4h", device="cpu", dtype=torch.float16))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    ready = prepare(model, seq=40, lr=1e-2)
+    assert ready.amp
+    assert 0 < ready.plan.work.trainable < 0.5
+    assert ready.plan.work.residual_bytes == 2
+    assert ready.optimizer is not None
+    losses = []
+    for _ in range(6):
+        with ready.autocast():
+            loss = model(input_ids=batch(), labels=batch()).loss
+        ready.scaler.scale(loss).backward()
+        ready.scaler.step(ready.optimizer)
+        ready.scaler.update()
+        ready.optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+
+
 # AdamW with its states on the host ------------------------------------------------------------------------------
 
 
