@@ -28,6 +28,7 @@ from cp_volta.host_adamw import HostAdamW
 from cp_volta.host_memory import available_bytes
 from cp_volta.offload import Offloader
 from cp_volta.planning import Decision, Plan, gib, plan
+from cp_volta.rows import served_by
 from cp_volta.step import KERNELS, STATE_BYTES, Optimizer, Shape, Work
 from cp_volta.tiling import causal_model, tile, untile
 
@@ -264,9 +265,11 @@ def _decisions(
     own, name = next(inner.parameters()).dtype, str(dtype).removeprefix("torch.")
     how = "FSDP2 casts shards" if mesh is not None else "autocast" if amp else "the parameters' own dtype"
     scaled = "with GradScaler" if dtype == torch.float16 and optimizer != "none" else "unscaled"
+    rows, rows_why = served_by(next(inner.parameters()).device.type)
     decisions = [
         Decision(name="precision", value=f"{name}, {scaled}", reason=f"parameters in {own}: {how}"),
         Decision(name="attention", value=kernel, reason=why),
+        Decision(name="rows of a tile", value=rows, reason=rows_why),
         Decision(name="optimizer", value=optimizer, reason="as asked"),
         Decision(name="budget", value=gib(budget), reason="of the device's allocator"),
     ]

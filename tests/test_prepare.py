@@ -76,6 +76,7 @@ def test_it_says_what_it_decided_and_why() -> None:
     for line in (
         r"precision: float16, with GradScaler \(parameters in torch.float32: autocast\)",
         r"attention: cpu",
+        r"rows of a tile: torch's operations \(there is no CUDA device\)",
         r"positions: 200000 tokens, RoPE default \(beyond the model's native window of 32768",
         r"loss: tiles of \d+ tokens",
         r"checkpoints: \d of 2 layers",
