@@ -155,7 +155,8 @@ class _Timeline:
         if not c.mlp:  # two gradients of width M beside the four saved
             return incoming + 2 * self.wide
         rows = min(c.mlp, w.tokens)
-        tile = rows * (5 * s.mlp * w.compute_bytes + 2 * s.hidden * w.compute_bytes)
+        buffers = 5 if self.cpu else 3  # of width M; on a GPU the three of them become the gradients in place
+        tile = rows * (buffers * s.mlp + 2 * s.hidden) * w.compute_bytes
         tile += rows * (s.mlp + s.hidden) * self.widened
         weights = int(3 * s.hidden * s.mlp * w.trainable)
         sums = weights * (4 if rows < w.tokens else w.param_bytes)
@@ -219,7 +220,9 @@ class _Timeline:
             logits = t * s.vocab * (wide + 4)
             return {"hidden": hidden + cast, "logits": logits, "head gradient": self.head_cast()}
         rows = min(self.c.loss, t)
-        each = 6 + self.widened if w.compute_bytes < 4 else 8
+        # On a GPU the logits become their gradients in place (`triton_rows`); torch's own operations need copies.
+        apart = 6 + self.widened if w.compute_bytes < 4 else 8
+        each = apart if self.cpu else w.compute_bytes
         return {
             "hidden": hidden + self.residual,
             "logits": rows * (s.vocab * each + s.hidden * 4),

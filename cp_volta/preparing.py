@@ -28,7 +28,8 @@ from cp_volta.host_adamw import HostAdamW
 from cp_volta.host_memory import available_bytes
 from cp_volta.offload import Offloader
 from cp_volta.planning import Decision, Plan, gib, plan
-from cp_volta.step import STATE_BYTES, Optimizer, Shape, Work
+from cp_volta.rows import served_by
+from cp_volta.step import KERNELS, STATE_BYTES, Optimizer, Shape, Work
 from cp_volta.tiling import causal_model, tile, untile
 
 HALF = (torch.float16, torch.bfloat16)
@@ -86,7 +87,7 @@ def prepare(
     _check(model, seq, cp_size, dtype, optimizer)
     device = next(model.parameters()).device
     shape = shape_of(inner)
-    amp = mesh is None and next(inner.parameters()).dtype != dtype
+    amp = mesh is None and any(p.dtype != dtype for p in model.parameters())  # adapters in float32 count too
     kernel, why = _kernel(inner, attention, dtype, seq, device)
     work = _work(model, batch * seq // cp_size, dtype, optimizer, kernel, 1 if mesh is None else mesh.size())
     work = dataclasses.replace(work, cp=cp_size)
@@ -172,7 +173,7 @@ def _kernel(
     """(the kernel that the formulas are to count, why)."""
     if device.type != "cuda":
         return "cpu", "there is no CUDA device"
-    shape = shape_of(inner)
+    shape, kept = shape_of(inner), ""
     request = tc_volta.Request(
         device="cuda",
         capability=torch.cuda.get_device_capability(device),
@@ -185,9 +186,17 @@ def _kernel(
         causal=True,
     )
     if attention == "keep":
-        return tc_volta.choose(request).kernel, "the model's own attention is kept; counted as the best here"
+        attention, kept = _kept(inner), "the model's own attention is kept"
     chosen = tc_volta.choose(request, attention)
-    return chosen.kernel, chosen.reason
+    if chosen.kernel not in KERNELS:
+        raise ValueError(f"no fused attention kernel serves a long context here: {chosen.reason}")
+    return chosen.kernel, kept or chosen.reason
+
+
+def _kept(inner: nn.Module) -> str:
+    """Which of tc_volta's kernels the model's attention is; "auto" where it is another's, sdpa say."""
+    own = inner.config._attn_implementation  # type: ignore[union-attr]
+    return next((name for name in tc_volta.KERNELS if tc_volta.attention_name(name) == own), "auto")
 
 
 def _work(
@@ -256,9 +265,11 @@ def _decisions(
     own, name = next(inner.parameters()).dtype, str(dtype).removeprefix("torch.")
     how = "FSDP2 casts shards" if mesh is not None else "autocast" if amp else "the parameters' own dtype"
     scaled = "with GradScaler" if dtype == torch.float16 and optimizer != "none" else "unscaled"
+    rows, rows_why = served_by(next(inner.parameters()).device.type)
     decisions = [
         Decision(name="precision", value=f"{name}, {scaled}", reason=f"parameters in {own}: {how}"),
         Decision(name="attention", value=kernel, reason=why),
+        Decision(name="rows of a tile", value=rows, reason=rows_why),
         Decision(name="optimizer", value=optimizer, reason="as asked"),
         Decision(name="budget", value=gib(budget), reason="of the device's allocator"),
     ]

@@ -42,6 +42,18 @@ def kernels(x: Tensor) -> ModuleType | None:
     return _triton_rows()
 
 
+def served_by(device: str) -> tuple[str, str]:
+    """(what computes rows on a kind of device, why): to be told, since nobody asks for it."""
+    if device != "cuda":
+        return "torch's operations", "there is no CUDA device"
+    if _triton_rows() is None:
+        return (
+            "torch's operations",
+            "Triton is not installed: slower, and a tile takes two to three times as much",
+        )
+    return "Triton", "one kernel in place of several"
+
+
 def _interpreted() -> bool:
     """Triton's interpreter runs kernels on a CPU, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"

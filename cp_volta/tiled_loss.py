@@ -24,9 +24,10 @@ _TILE_BYTES = 1 << 30
 _LARGEST_POWER = 12  # 4,096: the smallest probability of 150,000 words is then a normal float16
 
 
-def default_tile(vocab: int, element_bytes: int) -> int:
-    """Tokens of a tile whose logits, in the compute dtype and again in float32, take about 1 GiB."""
-    rows = _TILE_BYTES // (vocab * (4 + (element_bytes if element_bytes < 4 else 0)))
+def default_tile(vocab: int, element_bytes: int, in_place: bool = False) -> int:
+    """Tokens of a tile whose logits take about 1 GiB, with the float32 copy that is made where not in place."""
+    copy = 0 if in_place else 4
+    rows = _TILE_BYTES // (vocab * (element_bytes + copy))
     return max(16, rows // 128 * 128 or rows)
 
 
@@ -62,7 +63,7 @@ def tiled_cross_entropy(
         weight,
         bias,
         targets,
-        tile or default_tile(weight.shape[0], compute.itemsize),
+        tile or default_tile(weight.shape[0], compute.itemsize, in_place=hidden.is_cuda),
         ignore_index,
         compute,
         _grad_dtype(grad_dtype, compute),

@@ -101,7 +101,7 @@ def cell_of(made: Fit, means: Means) -> list[str]:
         "attention=" + kernel_of(means.card),
         "dtype=fp16",
         "step=full",
-        "precision=amp",
+        f"precision={'plain' if made.method == 'lora' else 'amp'}",  # adapters stand beside fp16 weights
         f"optimizer={_OPTIMIZER[made.method]}",
         f"lora={_LORA_RANK if made.method == 'lora' else 0}",
         f"budget_gib={means.budget_gib}",

@@ -24,8 +24,8 @@ from tests.allocations import allocations
 from tests.conftest import ROOT
 
 QWEN = Shape(hidden=1536, mlp=8960, layers=28, heads=12, kv_heads=2, head_dim=128, vocab=151_936, tied=True)
-SMALL = Shape(hidden=128, mlp=448, layers=4, heads=4, kv_heads=2, head_dim=32, vocab=4096, tied=True)
-TOKENS = 2000
+SMALL = Shape(hidden=128, mlp=448, layers=4, heads=4, kv_heads=2, head_dim=32, vocab=2048, tied=True)
+TOKENS = 1200
 ALL = {"loss": 256, "mlp": 256, "norms": 256, "projections": 256}
 
 

@@ -76,6 +76,7 @@ def test_it_says_what_it_decided_and_why() -> None:
     for line in (
         r"precision: float16, with GradScaler \(parameters in torch.float32: autocast\)",
         r"attention: cpu",
+        r"rows of a tile: torch's operations \(there is no CUDA device\)",
         r"positions: 200000 tokens, RoPE default \(beyond the model's native window of 32768",
         r"loss: tiles of \d+ tokens",
         r"checkpoints: \d of 2 layers",
@@ -172,6 +173,30 @@ def test_sharded_with_fsdp2_it_trains_from_fp32_shards_in_half(one_rank: None, o
     ready.optimizer.step()
     assert step(model)[0] < plain
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_adapters_in_fp32_over_a_frozen_fp16_model_train_under_autocast() -> None:
+    from tests.test_tiling import lora
+
+    model = lora(build("tiny-qwen2-4h", device="cpu", dtype=torch.float16))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    ready = prepare(model, seq=40, lr=1e-2)
+    assert ready.amp
+    assert 0 < ready.plan.work.trainable < 0.5
+    assert ready.plan.work.residual_bytes == 2
+    assert ready.optimizer is not None
+    losses = []
+    for _ in range(6):
+        with ready.autocast():
+            loss = model(input_ids=batch(), labels=batch()).loss
+        ready.scaler.scale(loss).backward()
+        ready.scaler.step(ready.optimizer)
+        ready.scaler.update()
+        ready.optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
 
 
 # AdamW with its states on the host ------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -219,6 +220,7 @@ def test_a_label_outside_the_vocabulary_is_an_error_as_in_torch() -> None:
 
 def test_the_default_tile_takes_about_a_gibibyte() -> None:
     assert default_tile(151_936, 2) == 1152
+    assert default_tile(151_936, 2, in_place=True) == 3456
     assert default_tile(512, 4) * 512 * 4 <= 1 << 30
     assert default_tile(1 << 40, 2) == 16
 
@@ -305,6 +307,14 @@ def test_a_copy_of_a_tiled_model_is_tiled_by_itself() -> None:
         other.lm_head.weight.zero_()
     assert math.isclose(step(other)[0], math.log(512), rel_tol=1e-5)
     assert not math.isclose(step(model)[0], math.log(512), rel_tol=1e-5)
+
+
+def test_its_forward_names_the_same_arguments() -> None:
+    """transformers' Trainer drops the columns of a data set that a model's forward does not name."""
+    model = build("tiny-qwen2-4h", device="cpu", dtype=torch.float32)
+    before = inspect.signature(model.forward)
+    tile_loss(model, 8)
+    assert inspect.signature(model.forward) == before
 
 
 def test_removed_it_leaves_no_trace() -> None:

@@ -81,7 +81,7 @@ def _skip(axes: Axes, device: Device) -> str:
         (device == "cpu" and axes.budget_gib > 0, "a memory budget is for CUDA"),
         ((axes.step == "full") != (axes.optimizer != "none"), "a full step has an optimizer, and only that"),
         (
-            axes.step == "full" and axes.precision == "plain" and axes.dtype == "fp16",
+            axes.step == "full" and axes.precision == "plain" and axes.dtype == "fp16" and not axes.lora,
             "GradScaler refuses fp16 parameters, and without it their gradients underflow: use precision amp",
         ),
     )

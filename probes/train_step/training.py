@@ -60,7 +60,8 @@ class Training:
             if self.planned
             else cp_volta.make_optimizer(self.model, axes.optimizer, 1e-5)
         )
-        self.scaler = torch.amp.GradScaler(device, enabled=self.amp and self.dtype == torch.float16)
+        own = torch.amp.GradScaler(device, enabled=self.amp and self.dtype == torch.float16)
+        self.scaler = self.planned.scaler if self.planned else own
 
     def _plan(self, budget_bytes: int | None) -> cp_volta.Prepared:
         return cp_volta.prepare(
