@@ -46,7 +46,16 @@ def execute(task: Task) -> Result:
     try:
         function, axes_type = resolve(task.work)
         seed(task.seed)
-        return function(msgspec.convert(task.axes, axes_type), task)
+        result: object = function(msgspec.convert(task.axes, axes_type), task)
+        if not isinstance(result, Result):
+            return Result(
+                status="error", reason=f"{task.work} returned a {type(result).__name__}, not a Result"
+            )
+        encode(result)  # here, where a fact that is no JSON can still become the row's reason
+        return result
+    except SystemExit as leave:  # sys.exit() inside a probe would end the cell without a word
+        traceback.print_exc()
+        return Result(status="error", reason=f"{task.work} called sys.exit({leave.code!r})")
     except Exception as error:  # a cell's fault is its row's reason, never the harness's end
         traceback.print_exc()
         return Result(status="oom" if _is_oom(error) else "error", reason=_words(error))

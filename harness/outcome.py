@@ -45,7 +45,7 @@ def _read(path: Path) -> Result | None:
         return decode_result(path.read_bytes())
     except FileNotFoundError:
         return None
-    except RowError as error:
+    except (RowError, OSError, RecursionError) as error:
         return Result(status="error", reason=f"the result is not readable: {error}")
 
 
