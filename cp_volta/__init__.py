@@ -1,8 +1,10 @@
-"""Long context on small cards: tiles of the sequence, checkpoints in host memory, and a plan of both.
+"""Long context: a sequence shared by several ranks, tiles of it, checkpoints in host memory, and a plan of these.
 
     ready = cp_volta.prepare(model, seq=131_072)          # all of it, in one call; ready.text() says what and why
     cp_volta.tile(model)                                  # no [tokens, vocabulary]; MLPs, norms, projections in tiles
     cp_volta.checkpoint_layers(model, offload=True)       # each layer recomputed, its input in pinned host memory
+    cp = cp_volta.init_cp_group(4, ulysses=2)             # dp x ring x ulysses ranks
+    cp_volta.patch_for_cp(model, cp)                      # attention over all ranks; each holds its shard
     cp_volta.plan(shape, work, budget_bytes=…)            # arithmetic alone: torch is not imported
 
 Importing changes nothing: a name brings its module, and torch with it, when it is first used.
@@ -14,10 +16,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cp_volta.attention import RingAttention, UlyssesAttention, attend
     from cp_volta.checkpoint import checkpoint_layers, uncheckpoint
+    from cp_volta.comm import counting
     from cp_volta.fitting import fit
+    from cp_volta.group import CpGroup, init_cp_group
     from cp_volta.host_adamw import HostAdamW
     from cp_volta.overflow import first_nonfinite
+    from cp_volta.patch import patch_for_cp, patch_llama, patch_qwen2, patch_qwen3, unpatch
     from cp_volta.planning import longest, plan, predict
     from cp_volta.preparing import Prepared, make_optimizer, prepare, shape_of, unprepare
     from cp_volta.step import Choice, Shape, Work
@@ -27,10 +33,14 @@ if TYPE_CHECKING:
     from cp_volta.tiling import tile, untile
 
 _HOMES = {
+    "attention": ("RingAttention", "UlyssesAttention", "attend"),
     "checkpoint": ("checkpoint_layers", "uncheckpoint"),
+    "comm": ("counting",),
     "fitting": ("fit",),
+    "group": ("CpGroup", "init_cp_group"),
     "host_adamw": ("HostAdamW",),
     "overflow": ("first_nonfinite",),
+    "patch": ("patch_for_cp", "patch_llama", "patch_qwen2", "patch_qwen3", "unpatch"),
     "planning": ("longest", "plan", "predict"),
     "preparing": ("Prepared", "make_optimizer", "prepare", "shape_of", "unprepare"),
     "step": ("Choice", "Shape", "Work"),
@@ -43,15 +53,25 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Choice",
+    "CpGroup",
     "HostAdamW",
     "Prepared",
+    "RingAttention",
     "Shape",
+    "UlyssesAttention",
     "Work",
+    "attend",
     "checkpoint_layers",
+    "counting",
     "first_nonfinite",
     "fit",
+    "init_cp_group",
     "longest",
     "make_optimizer",
+    "patch_for_cp",
+    "patch_llama",
+    "patch_qwen2",
+    "patch_qwen3",
     "plan",
     "predict",
     "prepare",
@@ -61,6 +81,7 @@ __all__ = [
     "tiled_mlp",
     "tiled_rms_norm",
     "uncheckpoint",
+    "unpatch",
     "unprepare",
     "untile",
 ]
