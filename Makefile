@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
 CODE := $(wildcard harness probes reports tc_volta cp_volta tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test sweep-single quick drill bench doctor verify lint schema clean FORCE
+.PHONY: help setup test sweep-single sweep-cp quick drill bench doctor verify lint schema clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +31,9 @@ test: $(READY) ## everything CI runs: lint, types, tests
 
 sweep-single: $(READY) ## the one-device sweep of this machine's default suite
 	@$(HARNESS) run single $(ARGS)
+
+sweep-cp: $(READY) ## the context-parallel sweep of this machine: ranks that share one sequence
+	@$(HARNESS) run cp $(ARGS)
 
 quick: $(READY) ## a few cells in a few minutes
 	@$(HARNESS) run quick --answers $(ARGS)

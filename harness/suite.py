@@ -126,7 +126,7 @@ def _expand(file: SuiteFile, probe: Probe, text: str, place: str) -> Suite:
                 skip=rules.skip(plain) or probe.skip(axes, file.device),
                 expect_status=status,
                 expect_verdict=verdict,
-                devices=probe.devices(axes),
+                devices=probe.devices(axes) if file.device == "cuda" else 1,  # ranks share a CPU
                 how=how,
             )
         )

@@ -6,10 +6,11 @@ import importlib.metadata
 
 from harness.cells import Probe
 from harness.errors import HarnessError
-from probes import bisect, compile_matrix, fault_drill, train_step, triton_lowering, volta_lowering
+from probes import bisect, compile_matrix, cp_step, fault_drill, train_step, triton_lowering, volta_lowering
 
 _OURS = (
     train_step.PROBE,
+    cp_step.PROBE,
     compile_matrix.PROBE,
     bisect.PROBE,
     triton_lowering.PROBE,

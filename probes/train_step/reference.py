@@ -132,7 +132,7 @@ def _loss(training: Training, model: PreTrainedModel) -> Tensor:
 def _backward(training: Training, model: PreTrainedModel, loss: Callable[[], Tensor]) -> Side:
     model.zero_grad(set_to_none=True)
     value = loss()
-    (value * _scale(training)).backward()
+    (value * scale_of(training)).backward()
     grads: Grads = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -148,12 +148,13 @@ def _twin(training: Training, dtype: torch.dtype | None, attention: str) -> PreT
     return model
 
 
-def _scale(training: Training) -> float:
+def scale_of(training: Training) -> float:
+    """What the loss is multiplied by before the backward, for every side alike."""
     return _FP16_SCALE if training.dtype == torch.float16 else 1.0
 
 
 def _named(name: str, training: Training) -> str:
-    scale = _scale(training)
+    scale = scale_of(training)
     return name if scale == 1.0 else f"{name}; loss of all scaled by {scale:g}"
 
 

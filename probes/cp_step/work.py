@@ -1,0 +1,220 @@
+"""One cell of N ranks: timed steps on shards, bytes against the formula, gradients against one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_volta import traffic
+from cp_volta.comm import Tally, counting
+from cp_volta.group import CpGroup, init_cp_group
+from cp_volta.heads import Heads
+from cp_volta.layout import score_area
+from cp_volta.patch import patch_for_cp
+from harness.cells import Task
+from harness.rows import Collective, Memory, Parity, Result
+from probes import ranks
+from probes.cp_step import CpStepAxes
+from probes.models import shape_of, train_flops
+from probes.parity import Losses, compare
+from probes.train_step import TrainStepAxes
+from probes.train_step.reference import eager, reference, scale_of
+from probes.train_step.timing import Timed
+from probes.train_step.timing import run as take_steps
+from probes.train_step.training import Training
+
+
+@dataclass
+class OfRank:
+    """What one rank found."""
+
+    first_step_s: float | None
+    step_s: list[float]
+    loss: tuple[float, ...]
+    memory: Memory
+    tallies: dict[str, Tally]
+    expected_bytes: int
+    score_area: int
+    parity: Parity | None
+
+
+def run(axes: CpStepAxes, task: Task) -> Result:
+    """Start the ranks, and make one result of what they found."""
+    backend = "gloo" if task.device == "cpu" or axes.backend == "gloo" else "nccl"
+    try:
+        found = ranks.run(
+            _rank,
+            axes.cp_size,
+            (axes, task),
+            folder=Path(task.folder),
+            backend=backend,
+            timeout_s=task.measure.timeout_s,
+        )
+    except ranks.RankLost as lost:
+        return Result(status="crashed", reason=str(lost))
+    if isinstance(found, ranks.Failure):
+        return Result(status="oom" if found.out_of_memory else "error", reason=found.error)
+    return _result(axes, task, found)
+
+
+def _result(axes: CpStepAxes, task: Task, found: list[OfRank]) -> Result:
+    shape = shape_of(axes.model)
+    areas = [one.score_area for one in found]
+    sent = [sum(tally.bytes_sent for tally in one.tallies.values()) for one in found]
+    expected = [one.expected_bytes for one in found]
+    parity = found[0].parity
+    right = sent == expected
+    verdict, reason = (parity.verdict, parity.reason) if parity else (None, "")
+    if not right:
+        verdict, reason = "mismatch", f"bytes sent by rank {sent}, by the formula {expected}"
+    notes = [
+        "bytes are attention's, of one step and the busiest rank; the gradients' all-reduce is not in them"
+    ]
+    if task.device == "cuda" and axes.backend == "gloo":
+        notes.append(
+            f"emulated: {axes.cp_size} ranks share one GPU over gloo; memory is per rank, time means nothing"
+        )
+    elif task.device == "cpu" and axes.cp_size > 1:
+        notes.append(f"{axes.cp_size} ranks share one CPU: nothing is gained by them here")
+    facts: dict[str, Any] = {
+        "bytes_sent": max(sent),
+        "bytes_by_formula": max(expected),
+        "score_area_busiest_over_mean": max(areas) * len(areas) / sum(areas),
+    }
+    for rank, one in enumerate(found):
+        peak = one.memory.allocated_peak_bytes
+        facts[f"rank{rank}_peak_bytes"] = one.memory.host_peak_bytes if peak is None else peak
+    slowest = [max(times) for times in zip(*(one.step_s for one in found), strict=True)]
+    return Result(
+        verdict=verdict,
+        verdict_reason=reason,
+        tokens_per_step=axes.batch * axes.seq,
+        first_step_s=max((one.first_step_s or 0.0) for one in found),
+        step_s=tuple(slowest),
+        loss=found[0].loss,
+        flops_per_step=train_flops(shape, axes.batch, axes.seq) if shape else None,
+        memory=max(
+            (one.memory for one in found), key=lambda m: m.allocated_peak_bytes or m.host_peak_bytes or 0
+        ),
+        parity=parity,
+        collectives=_collectives(found),
+        facts=facts,
+        notes=tuple(notes),
+    )
+
+
+def _collectives(found: list[OfRank]) -> dict[str, Collective]:
+    """Of each kind, the rank that sent most."""
+    kinds = {kind for one in found for kind in one.tallies}
+    most = {
+        kind: max((one.tallies[kind] for one in found if kind in one.tallies), key=lambda t: t.bytes_sent)
+        for kind in kinds
+    }
+    return {k: Collective(calls=t.calls, bytes_sent=t.bytes_sent, seconds=t.seconds) for k, t in most.items()}
+
+
+def _rank(rank: int, axes: CpStepAxes, task: Task) -> OfRank:
+    cp = init_cp_group(axes.cp_size, ulysses=axes.ulysses, layout=axes.layout, device_type=task.device)
+    shared = _Shared(axes, task, cp)
+    timed = Timed()
+    take_steps(shared.step, task.measure, task.device, timed)
+    with counting() as ledger:
+        shared.step()
+    return OfRank(
+        first_step_s=timed.first_step_s,
+        step_s=timed.step_s,
+        loss=timed.losses(),
+        memory=timed.memory(),
+        tallies=ledger.tallies,
+        expected_bytes=expected_bytes(shared.training.model.config, axes, rank),
+        score_area=score_area(
+            cp.ring_group.rank(), cp.ring, axes.seq // cp.ring, causal=True, layout=cp.layout
+        ),
+        parity=shared.check(rank) if task.measure.check else None,
+    )
+
+
+class _Shared:
+    """One model in training on this rank's shard."""
+
+    def __init__(self, axes: CpStepAxes, task: Task, cp: CpGroup) -> None:
+        stock = TrainStepAxes(
+            model=axes.model,
+            dtype=axes.dtype,
+            seq=axes.seq,
+            batch=axes.batch,
+            checkpointing=axes.checkpointing,
+        )
+        self.training = Training(stock, task.device, task.seed)
+        self.cp = cp
+        if axes.mode != "none":
+            patch_for_cp(self.training.model, cp, kernel=axes.attention)
+        whole = self.training.ids_BS
+        labels = F.pad(whole[:, 1:], (0, 1), value=-100)  # shifted before it is dealt out
+        held = cp.positions(axes.seq).to(whole.device)
+        self.ids, self.labels = whole[:, held], labels[:, held]
+        self.tokens = int((labels != -100).sum())
+
+    def step(self) -> Tensor:
+        """Forward, backward, and the gradients' sum over the ranks. The loss of the whole sequence."""
+        return self._backward(1.0)
+
+    def _backward(self, scale: float) -> Tensor:
+        model = self.training.model
+        model.zero_grad(set_to_none=True)
+        logits = model(input_ids=self.ids, use_cache=False).logits.float()
+        loss = F.cross_entropy(logits.flatten(0, 1), self.labels.flatten(), reduction="sum") / self.tokens
+        (loss * scale).backward()
+        if self.cp.size > 1:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=self.cp.group)
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=self.cp.group)
+        return total
+
+    def check(self, rank: int) -> Parity | None:
+        """Loss and gradients against one device's, on the first rank; the others wait for it at the end."""
+        scale = scale_of(self.training)
+        loss = float(self._backward(scale))
+        if rank:
+            return None
+        training = self.training
+        grads = {n: p.grad for n, p in training.model.named_parameters() if p.grad is not None}
+        for parameter in training.model.parameters():
+            parameter.grad = None
+        own = eager(training)
+        name, ruler = reference(training)
+        return compare(
+            grads,
+            own[1],
+            ruler[1] if ruler else None,
+            dtype=training.dtype,
+            reference_name=name,
+            losses=Losses(candidate=loss, eager=own[0], reference=ruler[0] if ruler else None),
+        )
+
+
+def expected_bytes(config: Any, axes: CpStepAxes, rank: int) -> int:
+    """What the formulas say that attention sends in one step: every layer, a checkpointed forward again."""
+    if axes.cp_size == 1:
+        return 0
+    heads, part = (
+        Heads(config.num_attention_heads, config.num_key_value_heads, axes.ulysses),
+        rank % axes.ulysses,
+    )
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    one = {"batch": axes.batch, "dim": dim, "itemsize": 4 if axes.dtype == "fp32" else 2}
+    places = axes.cp_size // axes.ulysses
+    kv = heads.query_heads(part) if heads.index(part) else heads.kv_heads(part)
+    hops = traffic.ring(**one, shard=axes.seq // places, kv_heads=kv, ranks=places)
+    deal = traffic.Traffic(forward=0, backward=0)
+    if axes.ulysses > 1:
+        deal = traffic.ulysses(**one, shard=axes.seq // axes.cp_size, heads=heads, rank=part)
+    again = 2 if axes.checkpointing else 1
+    forward, backward = hops.forward + deal.forward, hops.backward + deal.backward
+    return int(config.num_hidden_layers * (again * forward + backward))
