@@ -38,3 +38,36 @@ def ring(
     """R-1 hops of K and V forward; backward the same, and R-1 hops of dK and dV in the accumulator's bytes."""
     elements = 2 * batch * shard * dim * kv_heads * (ranks - 1)
     return Traffic(forward=itemsize * elements, backward=(itemsize + accumulator) * elements)
+
+
+def attention(
+    *,
+    batch: int,
+    seq: int,
+    dim: int,
+    itemsize: int,
+    query: int,
+    kv: int,
+    ring_ranks: int,
+    ulysses_ranks: int,
+    rank: int,
+) -> Traffic:
+    """One attention layer of any mode: what `rank` of ring_ranks * ulysses_ranks sends for a sequence of `seq`.
+
+    Where a rank's query heads share key/value heads unevenly, the ring carries one key/value head per query head.
+    Raises ValueError for heads that can't be dealt out.
+    """
+    heads, part = Heads(query, kv, ulysses_ranks), rank % ulysses_ranks
+    carried = heads.kv_heads(part) if heads.index(part) is None else heads.query_heads(part)
+    hops = ring(
+        batch=batch, shard=seq // ring_ranks, dim=dim, itemsize=itemsize, kv_heads=carried, ranks=ring_ranks
+    )
+    deal = ulysses(
+        batch=batch,
+        shard=seq // (ring_ranks * ulysses_ranks),
+        dim=dim,
+        itemsize=itemsize,
+        heads=heads,
+        rank=part,
+    )
+    return Traffic(forward=hops.forward + deal.forward, backward=hops.backward + deal.backward)

@@ -6,11 +6,21 @@ import importlib.metadata
 
 from harness.cells import Probe
 from harness.errors import HarnessError
-from probes import bisect, compile_matrix, cp_step, fault_drill, train_step, triton_lowering, volta_lowering
+from probes import (
+    bisect,
+    compile_matrix,
+    cp_parity,
+    cp_step,
+    fault_drill,
+    train_step,
+    triton_lowering,
+    volta_lowering,
+)
 
 _OURS = (
     train_step.PROBE,
     cp_step.PROBE,
+    cp_parity.PROBE,
     compile_matrix.PROBE,
     bisect.PROBE,
     triton_lowering.PROBE,

@@ -117,16 +117,17 @@ def test_any_head_counts_and_bytes_by_the_formula(mode: Mode, heads: tuple[int, 
 
 
 def _formula(mode: Mode, counts: tuple[int, int], seq: int, dim: int, rank: int) -> traffic.Traffic:
-    heads, part = Heads(*counts, mode.ulysses), rank % mode.ulysses
-    shard = {"batch": 1, "dim": dim, "itemsize": 4}
-    deal = traffic.ulysses(**shard, shard=seq // mode.cp, heads=heads, rank=part)
-    # on the ring a rank's key/value heads are those its query heads read, or one each where that is irregular
-    kv = heads.query_heads(part) if heads.index(part) else heads.kv_heads(part)
-    ranks = mode.cp // mode.ulysses
-    ring = traffic.ring(**shard, shard=seq // ranks, kv_heads=kv, ranks=ranks)
-    if mode.ulysses == 1:
-        return ring
-    return traffic.Traffic(forward=deal.forward + ring.forward, backward=deal.backward + ring.backward)
+    return traffic.attention(
+        batch=1,
+        seq=seq,
+        dim=dim,
+        itemsize=4,
+        query=counts[0],
+        kv=counts[1],
+        ring_ranks=mode.cp // mode.ulysses,
+        ulysses_ranks=mode.ulysses,
+        rank=rank,
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -1,81 +1,30 @@
 """How fast, and with how much memory and traffic, do N ranks train on one sequence; and is it the same training?
 
-Declared here without torch. Axes:
-
-mode        none: one rank, stock attention, the baseline. ulysses; ring (zigzag shards); ring-contiguous;
-            hybrid: ulysses 2 x a ring of the rest
-cp_size     ranks that share the sequence
-attention   auto, or a kernel of tc_volta
-backend     auto: nccl with a GPU for each rank, gloo on a CPU. gloo on CUDA: all ranks on one GPU, which tells right
-            from wrong and memory per rank, but no speed
+Declared here without torch. Axes: those of probes.cp_axes, the model, and whether its layers are checkpointed.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-import msgspec
-
 from harness.cells import Axes, Device, Measure, Probe
+from probes.cp_axes import CpAxes, devices, why_not
 from probes.models import PRESETS, check_name, shape_of, train_flops
 from probes.train_step import PROBE as TRAIN_STEP
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
 
-
-class CpStepAxes(Axes, frozen=True, kw_only=True):
+class CpStepAxes(CpAxes, frozen=True, kw_only=True):
     """One training step over several ranks; see the module."""
 
     model: str
-    mode: Literal["none", "ulysses", "ring", "ring-contiguous", "hybrid"] = "ring"
-    cp_size: Positive = 2
-    attention: Literal["auto", "math", "efficient", "xformers", "flash", "cudnn"] = "auto"
-    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    seq: Annotated[int, msgspec.Meta(ge=2)]
-    batch: Positive = 1
     checkpointing: bool = False
-    backend: Literal["auto", "gloo"] = "auto"
 
     def __post_init__(self) -> None:
         check_name(self.model)
-
-    @property
-    def ulysses(self) -> int:
-        """Ranks that deal the heads out."""
-        return {"ulysses": self.cp_size, "hybrid": 2}.get(self.mode, 1)
-
-    @property
-    def layout(self) -> str:
-        """Of the shards on the ring."""
-        return "zigzag" if self.mode in ("ring", "hybrid") else "contiguous"
 
 
 def _skip(axes: Axes, device: Device) -> str:
     assert isinstance(axes, CpStepAxes)
     preset = PRESETS.get(axes.model)
-    parts = axes.cp_size * (2 if axes.layout == "zigzag" else 1)
-    reasons = (
-        ((axes.mode == "none") != (axes.cp_size == 1), "mode none is cp_size 1, and only that"),
-        (
-            axes.mode == "hybrid" and (axes.cp_size % 2 > 0 or axes.cp_size < 4),
-            "hybrid is 2 x a ring: cp_size 4, 6, …",
-        ),
-        (axes.seq % parts > 0, f"{axes.seq} tokens do not divide into {parts} parts"),
-        (
-            preset is not None and preset.heads < axes.ulysses,
-            f"{preset.heads if preset else 0} query heads do not serve {axes.ulysses} ranks",
-        ),
-        (
-            device == "cpu" and axes.attention not in ("auto", "math", "flash"),
-            f"{axes.attention} is for CUDA",
-        ),
-    )
-    return next((reason for holds, reason in reasons if holds), "")
-
-
-def _devices(axes: Axes) -> int:
-    assert isinstance(axes, CpStepAxes)
-    return 1 if axes.backend == "gloo" else axes.cp_size
+    return why_not(axes, device, preset.heads if preset else None)
 
 
 def _estimate_s(axes: Axes, device: Device, measure: Measure) -> float:
@@ -94,8 +43,8 @@ PROBE = Probe(
     axes=CpStepAxes,
     work="probes.cp_step.work:run",
     preload=(*TRAIN_STEP.preload[:-1], "torch.distributed", "probes.cp_step.work"),
-    sources=("probes.cp_step", "probes.ranks", *TRAIN_STEP.sources, "probes.train_step"),
+    sources=("probes.cp_step", "probes.cp_axes", "probes.ranks", *TRAIN_STEP.sources, "probes.train_step"),
     skip=_skip,
-    devices=_devices,
+    devices=devices,
     estimate_s=_estimate_s,
 )

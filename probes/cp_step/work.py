@@ -13,12 +13,12 @@ from torch import Tensor
 from cp_volta import traffic
 from cp_volta.comm import Tally, counting
 from cp_volta.group import CpGroup, init_cp_group
-from cp_volta.heads import Heads
 from cp_volta.layout import score_area
 from cp_volta.patch import patch_for_cp
 from harness.cells import Task
 from harness.rows import Collective, Memory, Parity, Result
 from probes import ranks
+from probes.cp_axes import shared_note
 from probes.cp_step import CpStepAxes
 from probes.models import shape_of, train_flops
 from probes.parity import Losses, compare
@@ -26,7 +26,7 @@ from probes.train_step import TrainStepAxes
 from probes.train_step.reference import eager, reference, scale_of
 from probes.train_step.timing import Timed
 from probes.train_step.timing import run as take_steps
-from probes.train_step.training import Training
+from probes.train_step.training import DTYPES, Training
 
 
 @dataclass
@@ -45,14 +45,13 @@ class OfRank:
 
 def run(axes: CpStepAxes, task: Task) -> Result:
     """Start the ranks, and make one result of what they found."""
-    backend = "gloo" if task.device == "cpu" or axes.backend == "gloo" else "nccl"
     try:
         found = ranks.run(
             _rank,
             axes.cp_size,
             (axes, task),
             folder=Path(task.folder),
-            backend=backend,
+            backend=axes.backend_on(task.device),
             timeout_s=task.measure.timeout_s,
         )
     except ranks.RankLost as lost:
@@ -75,12 +74,8 @@ def _result(axes: CpStepAxes, task: Task, found: list[OfRank]) -> Result:
     notes = [
         "bytes are attention's, of one step and the busiest rank; the gradients' all-reduce is not in them"
     ]
-    if task.device == "cuda" and axes.backend == "gloo":
-        notes.append(
-            f"emulated: {axes.cp_size} ranks share one GPU over gloo; memory is per rank, time means nothing"
-        )
-    elif task.device == "cpu" and axes.cp_size > 1:
-        notes.append(f"{axes.cp_size} ranks share one CPU: nothing is gained by them here")
+    if shared := shared_note(axes, task.device):
+        notes.append(shared)
     facts: dict[str, Any] = {
         "bytes_sent": max(sent),
         "bytes_by_formula": max(expected),
@@ -201,20 +196,15 @@ class _Shared:
 
 def expected_bytes(config: Any, axes: CpStepAxes, rank: int) -> int:
     """What the formulas say that attention sends in one step: every layer, a checkpointed forward again."""
-    if axes.cp_size == 1:
-        return 0
-    heads, part = (
-        Heads(config.num_attention_heads, config.num_key_value_heads, axes.ulysses),
-        rank % axes.ulysses,
+    one = traffic.attention(
+        batch=axes.batch,
+        seq=axes.seq,
+        dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        itemsize=DTYPES[axes.dtype].itemsize,
+        query=config.num_attention_heads,
+        kv=config.num_key_value_heads,
+        ring_ranks=axes.cp_size // axes.ulysses,
+        ulysses_ranks=axes.ulysses,
+        rank=rank,
     )
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    one = {"batch": axes.batch, "dim": dim, "itemsize": 4 if axes.dtype == "fp32" else 2}
-    places = axes.cp_size // axes.ulysses
-    kv = heads.query_heads(part) if heads.index(part) else heads.kv_heads(part)
-    hops = traffic.ring(**one, shard=axes.seq // places, kv_heads=kv, ranks=places)
-    deal = traffic.Traffic(forward=0, backward=0)
-    if axes.ulysses > 1:
-        deal = traffic.ulysses(**one, shard=axes.seq // axes.cp_size, heads=heads, rank=part)
-    again = 2 if axes.checkpointing else 1
-    forward, backward = hops.forward + deal.forward, hops.backward + deal.backward
-    return int(config.num_hidden_layers * (again * forward + backward))
+    return int(config.num_hidden_layers * ((1 + axes.checkpointing) * one.forward + one.backward))
