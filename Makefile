@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
 CODE := $(wildcard harness probes reports tc_volta cp_volta tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test sweep-single sweep-cp quick drill bench doctor verify lint schema clean FORCE
+.PHONY: help setup test sweep-single sweep-cp quick drill bench doctor verify lint clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -54,9 +54,6 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
-
-schema: $(READY) ## results/ROW.md and row.schema.json, from the code that writes rows
-	@$(BIN)/python -m harness.row_page
 
 clean: ## remove .venv, caches and build output; measured rows stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

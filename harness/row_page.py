@@ -1,6 +1,6 @@
 """The row, written down: `results/ROW.md` and `results/row.schema.json`, from the structs and their comments.
 
-`make schema` rewrites both; tests/test_row_page.py fails when they are older than harness/rows.py.
+`python -m harness.row_page` rewrites both; tests/test_row_page.py fails when they are older than harness/rows.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NaN or infinite is null, and `nulls` names it with the reason. `row.schema.json`
 
 `Status` is one of {", ".join(f"`{word}`" for word in get_args(rows.Status))}; `Verdict` one of
 {", ".join(f"`{word}`" for word in get_args(rows.Verdict))}. `Number` is a float or null, `Fact` a string, a truth value,
-a number or null. This page is made by `make schema` from `harness/rows.py`.
+a number or null. This page is made by `python -m harness.row_page` from `harness/rows.py`.
 """
 
 

@@ -9,7 +9,7 @@ from harness import row_page, rows
 
 def test_the_written_page_and_schema_are_those_of_the_structs() -> None:
     for name, text in (("ROW.md", row_page.page()), ("row.schema.json", row_page.schema())):
-        assert (row_page.FOLDER / name).read_text() == text, "run `make schema`"
+        assert (row_page.FOLDER / name).read_text() == text, "run `python -m harness.row_page`"
 
 
 def test_every_field_of_every_record_is_on_the_page() -> None:

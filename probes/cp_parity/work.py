@@ -18,13 +18,13 @@ from harness.rows import Result, Verdict
 from probes import ranks
 from probes.cp_axes import shared_note
 from probes.cp_parity import BARS, CpParityAxes
+from probes.models.build import DTYPES
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NAMES = ("out", "dq", "dk", "dv")
 
 
 class OfRank(NamedTuple):
-    """This rank's out, dq, dk, dv on the host, what it sent, and its peak."""
+    """Out, dq, dk, dv of one rank on the host, what it sent, and its peak."""
 
     tensors: list[Tensor]
     forward_bytes: int
@@ -51,7 +51,7 @@ def run(axes: CpParityAxes, task: Task) -> Result:
 
 
 def _judged(axes: CpParityAxes, task: Task, found: list[OfRank]) -> Result:
-    want = reference(*inputs(axes, task.seed), axes.causal)
+    want = reference(*inputs(axes, task.seed), causal=axes.causal)
     held = [
         positions(axes.seq, axes.cp_size // axes.ulysses, rank, axes.layout, ulysses=axes.ulysses)
         for rank in range(axes.cp_size)
@@ -105,7 +105,7 @@ def inputs(axes: CpParityAxes, seed: int) -> list[Tensor]:
     ]
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> list[Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool) -> list[Tensor]:
     """out, dq, dk, dv in float64, written out; one head at a time, for the memory of its scores."""
     group = q.shape[1] // k.shape[1]
     found = [torch.zeros(x.shape, dtype=torch.float64) for x in (q, q, k, v)]

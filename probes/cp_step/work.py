@@ -21,12 +21,13 @@ from probes import ranks
 from probes.cp_axes import shared_note
 from probes.cp_step import CpStepAxes
 from probes.models import shape_of, train_flops
+from probes.models.build import DTYPES
 from probes.parity import Losses, compare
 from probes.train_step import TrainStepAxes
 from probes.train_step.reference import eager, reference, scale_of
 from probes.train_step.timing import Timed
 from probes.train_step.timing import run as take_steps
-from probes.train_step.training import DTYPES, Training
+from probes.train_step.training import Training
 
 
 @dataclass
