@@ -5,6 +5,8 @@
     cp_volta.checkpoint_layers(model, offload=True)       # each layer recomputed, its input in pinned host memory
     cp = cp_volta.init_cp_group(4, ulysses=2)             # dp x ring x ulysses ranks
     cp_volta.patch_for_cp(model, cp)                      # attention over all ranks; each holds its shard
+    shard = cp_volta.shard_batch(batch, cp)               # ids, labels, positions of this rank
+    loss = cp_volta.cp_loss(model(**shard.inputs).logits, shard.labels, cp)
     cp_volta.plan(shape, work, budget_bytes=…)            # arithmetic alone: torch is not imported
 
 Importing changes nothing: a name brings its module, and torch with it, when it is first used.
@@ -20,12 +22,15 @@ if TYPE_CHECKING:
     from cp_volta.checkpoint import checkpoint_layers, uncheckpoint
     from cp_volta.comm import counting
     from cp_volta.fitting import fit
+    from cp_volta.gradients import clip_grad_norm, grad_scaler, reduce_gradients, sum_gradients
     from cp_volta.group import CpGroup, init_cp_group
     from cp_volta.host_adamw import HostAdamW
+    from cp_volta.loss import count_tokens, cp_loss, total
     from cp_volta.overflow import first_nonfinite
     from cp_volta.patch import patch_for_cp, patch_llama, patch_qwen2, patch_qwen3, unpatch
     from cp_volta.planning import longest, plan, predict
     from cp_volta.preparing import Prepared, make_optimizer, prepare, shape_of, unprepare
+    from cp_volta.sharding import Shard, gather, shard_batch
     from cp_volta.step import Choice, Shape, Work
     from cp_volta.tiled_ffn import tiled_mlp
     from cp_volta.tiled_loss import tiled_cross_entropy
@@ -38,11 +43,14 @@ _HOMES = {
     "comm": ("counting",),
     "fitting": ("fit",),
     "group": ("CpGroup", "init_cp_group"),
+    "gradients": ("clip_grad_norm", "grad_scaler", "reduce_gradients", "sum_gradients"),
     "host_adamw": ("HostAdamW",),
+    "loss": ("count_tokens", "cp_loss", "total"),
     "overflow": ("first_nonfinite",),
     "patch": ("patch_for_cp", "patch_llama", "patch_qwen2", "patch_qwen3", "unpatch"),
     "planning": ("longest", "plan", "predict"),
     "preparing": ("Prepared", "make_optimizer", "prepare", "shape_of", "unprepare"),
+    "sharding": ("Shard", "gather", "shard_batch"),
     "step": ("Choice", "Shape", "Work"),
     "tiling": ("tile", "untile"),
     "tiled_loss": ("tiled_cross_entropy",),
@@ -58,13 +66,19 @@ __all__ = [
     "Prepared",
     "RingAttention",
     "Shape",
+    "Shard",
     "UlyssesAttention",
     "Work",
     "attend",
     "checkpoint_layers",
+    "clip_grad_norm",
+    "count_tokens",
     "counting",
+    "cp_loss",
     "first_nonfinite",
     "fit",
+    "gather",
+    "grad_scaler",
     "init_cp_group",
     "longest",
     "make_optimizer",
@@ -75,11 +89,15 @@ __all__ = [
     "plan",
     "predict",
     "prepare",
+    "reduce_gradients",
     "shape_of",
+    "shard_batch",
+    "sum_gradients",
     "tile",
     "tiled_cross_entropy",
     "tiled_mlp",
     "tiled_rms_norm",
+    "total",
     "uncheckpoint",
     "unpatch",
     "unprepare",

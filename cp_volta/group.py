@@ -53,6 +53,11 @@ class CpGroup:
         return self.mesh.size() // self.size
 
     @property
+    def dp_rank(self) -> int:
+        """Which of these sequences this rank works on: what a sampler shards by."""
+        return self.mesh.get_local_rank("dp")
+
+    @property
     def dp_cp_group(self) -> dist.ProcessGroup:
         """All ranks: over these, gradients are summed."""
         return self.dp_cp_mesh.get_group()
