@@ -15,6 +15,7 @@ import cp_volta.ring  # noqa: F401  its op
 from cp_volta.comm import all_to_all, check_device
 from cp_volta.group import CpGroup
 from cp_volta.heads import Heads
+from tc_volta.autocast import as_autocast
 from tc_volta.errors import Unsupported
 from tc_volta.request import check
 
@@ -37,8 +38,10 @@ def attend(
     window: keys a query sees, itself included (needs causal). documents [B, S] int, the same on every rank: the
     document of each token of the whole sequence in its order; no token sees another document's.
     kernel: of tc_volta's table. Masks of windows and documents are built per block of the ring, [s, s] each.
+    Autocast: q, k, v are cast to its dtype, and travel so.
     Raises ValueError, or Unsupported, on every rank alike and before anything is sent.
     """
+    q, k, v = as_autocast(q, k, v)
     _check(q, k, v, cp, causal, window or 0, documents)
     heads = Heads(q.shape[1], k.shape[1], cp.ulysses)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -6,7 +6,6 @@ a wider dtype, so that many small tiles round no worse than one large product.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -45,12 +44,6 @@ def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums over tiles are kept: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
-    """For the inside of an op: a caller's autocast would reach in, and halve what is meant to be wide."""
-    on = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else contextlib.nullcontext()
 
 
 def add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:

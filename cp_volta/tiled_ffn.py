@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cp_volta.activation import check_activation
 from cp_volta.linear import Grads, Linear, Products, pack, unpack
-from cp_volta.matmul import check_tile, compute_dtype, tiles, without_autocast
+from cp_volta.matmul import check_tile, compute_dtype, tiles
 from cp_volta.rows import gate_, gate_backward_, rms_norm, rms_norm_backward
+from tc_volta.autocast import without_autocast
 
 _TILE_BYTES = 768 << 20
 _BUFFERS = 5  # [T, M] at once in backward

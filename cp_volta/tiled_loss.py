@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cp_volta.matmul import add_mm, check_tile, compute_dtype, sum_dtype, tiles, without_autocast
+from cp_volta.matmul import add_mm, check_tile, compute_dtype, sum_dtype, tiles
 from cp_volta.rows import cross_entropy_
+from tc_volta.autocast import without_autocast
 
 Reduction = Literal["mean", "sum"]
 _TILE_BYTES = 1 << 30

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from cp_volta.linear import Grads, Linear, Products, pack, unpack
-from cp_volta.matmul import check_tile, compute_dtype, tiles, without_autocast
+from cp_volta.matmul import check_tile, compute_dtype, tiles
 from cp_volta.rows import rms_norm, rms_norm_backward
 from cp_volta.tiled_ffn import adapter_dtype, empty_grads
 from cp_volta.tiled_norm import DEFAULT_TILE
+from tc_volta.autocast import without_autocast
 
 
 def tiled_qkv(

@@ -19,6 +19,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from harness.cells import Task
+from harness.rows import Result
+from probes.cp_axes import CpAxes
+
 _FAILED = 1
 
 
@@ -68,6 +72,32 @@ def run(
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def result(
+    work: Callable[..., Any],
+    size: int,
+    args: tuple[Any, ...],
+    *,
+    axes: CpAxes,
+    task: Task,
+    folder: Path | None = None,
+) -> list[Any] | Result:
+    """`run` for a cell: what the ranks returned, or the row of a rank that failed or was lost."""
+    try:
+        found = run(
+            work,
+            size,
+            args,
+            folder=folder or Path(task.folder),
+            backend=axes.backend_on(task.device),
+            timeout_s=task.measure.timeout_s,
+        )
+    except RankLost as lost:
+        return Result(status="crashed", reason=str(lost))
+    if isinstance(found, Failure):
+        return Result(status="oom" if found.out_of_memory else "error", reason=found.error)
+    return found
 
 
 def _fork(

@@ -5,12 +5,12 @@ The op carries the kernel's name as an argument and chooses "auto" when it runs,
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from tc_volta.autocast import as_autocast, without_autocast
 from tc_volta.bias import bias_of, unsee
 from tc_volta.choice import choose
 from tc_volta.kernels import KERNELS, Kernel, Saved, math_backward
@@ -41,7 +41,7 @@ def flash_attn(
     Raises: ValueError with both numbers. Dropout is not offered. A gradient of lse is right, computed by the
             math backward (memory of S x T scores).
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = as_autocast(q, k, v)
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.to(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -75,27 +75,6 @@ def flash_attn_backward(
     return cast("tuple[Tensor, Tensor, Tensor]", grads)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The inputs in autocast's dtype where it is on. float64 stays, as in torch's own rule for such ops.
-
-    torch.library.register_autocast fixes one dtype for good, while a caller's autocast may be float16 or bfloat16.
-    """
-    device = tensors[0].device.type
-    if not _autocasting(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def _autocasting(device: str) -> bool:
-    return device != "meta" and torch.is_autocast_enabled(device)  # of meta it cannot be asked
-
-
-def _as_is(device: str) -> contextlib.AbstractContextManager[object]:
-    """Autocast off: it would reach into a kernel, and compute the math kernel's float32 products in half."""
-    return torch.autocast(device, enabled=False) if _autocasting(device) else contextlib.nullcontext()
-
-
 @torch.library.custom_op("tc_volta::flash_attn", mutates_args=())
 def _forward(
     q: Tensor,
@@ -113,7 +92,7 @@ def _forward(
     if 0 in q.shape or 0 in k.shape:  # an empty block kills the CPU kernel's process
         lse = torch.full(q.shape[:3], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
         return empty_bshd(q).zero_(), lse
-    with _as_is(q.device.type):
+    with without_autocast(q.device.type):
         call = _Call(record, request, q, k, v, mask)
         out, lse = record.forward(call.q, call.k, call.v, call.bias, call.causal, call.window, scale)
         out, lse = unsee(out, lse, call.blind)
@@ -155,7 +134,7 @@ def _backward(
     request = request_of(q, k, mask, causal, window)
     # Fused kernels form rowsum(dO * O) themselves, so a gradient of lse has no way in.
     record = KERNELS["math" if dlse is not None else choose(request, kernel).kernel]
-    with _as_is(q.device.type):
+    with without_autocast(q.device.type):
         call = _Call(record, request, q, k, v, mask)
         saved, dout, dlse = call.saved(out, lse, scale, dout, dlse)
         grads = math_backward(dout, saved, dlse) if record.name == "math" else record.backward(dout, saved)

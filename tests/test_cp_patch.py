@@ -105,6 +105,29 @@ def test_of_every_family(preset: str) -> None:
             _near(its_grads[name], grad, name)
 
 
+def _autocast(rank: int, dtype: torch.dtype) -> Any:
+    model, (ids, _), cp = _model("tiny-qwen2-4h"), _batch(), init_cp_group(2)
+    at = cp.positions(SEQ)
+    with torch.autocast("cpu", dtype=dtype):
+        want = model(input_ids=ids).logits[:, at]
+    patch_for_cp(model, cp)
+    with torch.autocast("cpu", dtype=dtype), counting() as ledger:
+        got = model(input_ids=ids[:, at]).logits
+    got.sum().backward()
+    return got.detach(), want.detach(), ledger.bytes_sent
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_keys_travel_and_meet_in_its_dtype(dtype: torch.dtype) -> None:
+    """Rotary positions come out as float32 there, values in half: three dtypes of one attention."""
+    config: Any = _model("tiny-qwen2-4h").config
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    for got, want, sent in run_ranks(_autocast, 2, dtype):
+        assert got.dtype == want.dtype
+        assert (got - want).abs().max() < 0.05 * want.abs().max()
+        assert sent == config.num_hidden_layers * 2 * SEQ // 2 * width * 2  # k and v, one hop, two bytes each
+
+
 def _packed(rank: int, mode: Mode) -> Any:
     model, (ids, _), cp = _model("tiny-qwen2-4h"), _batch(), mode.group()
     position_ids = torch.cat([torch.arange(n) for n in (13, 30, 5)])[None]

@@ -86,7 +86,8 @@ def test_label_at_the_border_is_the_next_shards_first_token() -> None:
     """HF docs, ALST: shifting after sharding loses it."""
     ids = torch.arange(1, 9)[None]
     first, second = _shards({"input_ids": ids, "labels": ids}, 2, 1, "contiguous")
-    assert first.labels is not None and second.labels is not None
+    assert first.labels is not None
+    assert second.labels is not None
     assert first.labels.tolist() == [[2, 3, 4, 5]]
     assert second.labels.tolist() == [[6, 7, 8, IGNORED]]
 

@@ -38,6 +38,9 @@ def _start(tmp_path: Path, toml: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # a job in the background ignores it
         start_new_session=True,
     )
 

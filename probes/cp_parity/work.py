@@ -1,8 +1,7 @@
-"""One attention layer on N ranks against float64 on one."""
+"""One attention layer on N ranks against float64 on one; whole models are in whole.py."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from harness.cells import Task
 from harness.rows import Result, Verdict
 from probes import ranks
 from probes.cp_axes import shared_note
-from probes.cp_parity import BARS, CpParityAxes
+from probes.cp_parity import BARS, CpParityAxes, whole
 from probes.models.build import DTYPES
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -34,19 +33,11 @@ class OfRank(NamedTuple):
 
 def run(axes: CpParityAxes, task: Task) -> Result:
     """Start the ranks, then judge what they found."""
-    try:
-        found = ranks.run(
-            _rank,
-            axes.cp_size,
-            (axes, task),
-            folder=Path(task.folder),
-            backend=axes.backend_on(task.device),
-            timeout_s=task.measure.timeout_s,
-        )
-    except ranks.RankLost as lost:
-        return Result(status="crashed", reason=str(lost))
-    if isinstance(found, ranks.Failure):
-        return Result(status="oom" if found.out_of_memory else "error", reason=found.error)
+    if axes.model:
+        return whole.run(axes, task)
+    found = ranks.result(_rank, axes.cp_size, (axes, task), axes=axes, task=task)
+    if isinstance(found, Result):
+        return found
     return _judged(axes, task, found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -46,19 +45,9 @@ class OfRank:
 
 def run(axes: CpStepAxes, task: Task) -> Result:
     """Start the ranks, and make one result of what they found."""
-    try:
-        found = ranks.run(
-            _rank,
-            axes.cp_size,
-            (axes, task),
-            folder=Path(task.folder),
-            backend=axes.backend_on(task.device),
-            timeout_s=task.measure.timeout_s,
-        )
-    except ranks.RankLost as lost:
-        return Result(status="crashed", reason=str(lost))
-    if isinstance(found, ranks.Failure):
-        return Result(status="oom" if found.out_of_memory else "error", reason=found.error)
+    found = ranks.result(_rank, axes.cp_size, (axes, task), axes=axes, task=task)
+    if isinstance(found, Result):
+        return found
     return _result(axes, task, found)
 
 

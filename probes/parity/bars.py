@@ -20,7 +20,8 @@ eager at 2,048 tokens, growing). But a bias is the weight of a constant input of
 to an RMS of 1: in absolute terms it may be as far off as an element of its own weight. Honest: at most 1.6 times
 eager's error there up to 2,048 tokens in three dtypes, 2.1 times at 4,096 in float32; 4 times is granted.
 
-Where eager's error reaches 1 it is no better than zeros: a gradient that is zero but for rounding. The tensor is
+Where eager's error is above 0.5 on most tensors, the reference is another computation, and there is no verdict.
+Where its error reaches 1 on some, it is no better than zeros: a gradient that is zero but for rounding. The tensor is
 then held to ten times eager's error, and the verdict is a caveat, as it is from an error of 0.1 on.
 
 A gradient that is zero in exact arithmetic (queries and keys where all tokens are the same) is rounding noise in the
@@ -175,7 +176,11 @@ def judge(tensors: list[Measured], losses: list[Measured], bars: Bars) -> Judged
     if not tensors:
         return Judged(verdict="mismatch", reason="no tensors to compare")
     if wrong := (
-        broken(everything) or _over(everything, bars) or _scaled(everything, bars) or _wild(everything, bars)
+        broken(everything)
+        or _another(tensors, bars)
+        or _over(everything, bars)
+        or _scaled(everything, bars)
+        or _wild(everything, bars)
     ):
         return wrong
     worst = max(everything, key=bars.times_over)
@@ -195,6 +200,19 @@ def broken(everything: list[Measured]) -> Judged | None:
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     verdict: Verdict = "nonfinite" if first.nonfinite else "mismatch"
     return Judged(verdict=verdict, reason=f"{first.name}: {first.problem}{more}")
+
+
+def _another(tensors: list[Measured], bars: Bars) -> Judged | None:
+    """No verdict where eager is as far from most of the reference as zeros would be: bars made of that pass anything."""
+    judged = [m for m in tensors if m.eager_error is not None and not bars.void(m)]
+    far = [m for m in judged if m.eager_error is not None and m.eager_error > CAP]
+    if 2 * len(far) <= len(judged):
+        return None
+    words = f"eager and the reference agree on {len(judged) - len(far)} of {len(judged)} tensors alone"
+    return Judged(
+        verdict="no_reference",
+        reason=f"{words}: not the same weights or batch? {far[0].name}: {_errors(far[0])}",
+    )
 
 
 def _over(everything: list[Measured], bars: Bars) -> Judged | None:
