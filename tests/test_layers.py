@@ -105,6 +105,7 @@ def test_importing_any_module_starts_no_process_and_initialises_no_device() -> N
     names = [n for n, path in _modules() if not n.endswith("__main__") and _can_be_imported(path, n)]
     code = (
         "import importlib, os, subprocess, torch._inductor.compile_fx\n"
+        "import matplotlib.font_manager\n"  # where there is no font cache yet, it asks fc-list
         "from transformers import PreTrainedModel\n"  # Inductor itself names its cache folder in the environment
         "subprocess.Popen.__init__ = lambda *a, **k: (_ for _ in ()).throw(AssertionError('a process'))\n"
         "before = dict(os.environ)\n"
