@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness.rows import Collective
 from reports.groups import Group
 from reports.points import Point
 from reports.tables import Column, Table, without_empty
-from reports.text import NONE, Notes, fact, gib, one_line, significant
+from reports.text import NONE, Notes, fact, gib, one_line, ratio, significant
 
 
 def compiler(group: Group) -> Table:
@@ -93,6 +94,62 @@ def tensors(group: Group) -> Table:
     names = ("error", "eager's error", "cosine", "outliers")
     heads = (*_heads(group), Column("tensor"), *(Column(n, True) for n in names), Column("problem"))
     return Table(columns=heads, rows=tuple(rows))
+
+
+def ranks(group: Group) -> Table:
+    """Cells of several ranks: scaling, memory of each rank, what travelled against the formula, balance."""
+    rows = []
+    for point in group.points:
+        for row in point.ok[:1]:
+            size = row.axes.get("cp_size")
+            if not isinstance(size, int) or "bytes_sent" not in row.facts:
+                continue
+            peaks = [row.facts.get(f"rank{rank}_peak_bytes") for rank in range(size)]
+            rows.append(
+                (
+                    *_name(group, point),
+                    *_scaling(group, point, row.facts.get("devices")),
+                    " ".join(gib(peak) if isinstance(peak, int) else NONE for peak in peaks),
+                    *(_mib(row.facts.get(name)) for name in ("bytes_sent", "bytes_by_formula")),
+                    ", ".join(_tally(kind, c) for kind, c in row.collectives.items()) or NONE,
+                    *(_seconds(row.facts.get(n)) for n in ("collective_s", "collective_exposed_s")),
+                    _seconds(row.facts.get("score_area_busiest_over_mean")),
+                )
+            )
+    numbers = ("tok/s per device", "efficiency")
+    sent = ("MiB sent", "by formula")
+    last = ("on the GPU, s", "of it exposed, s", "busiest / mean")
+    heads = (
+        *_heads(group),
+        *(Column(n, True) for n in numbers),
+        Column("peak GiB of each rank"),
+        *(Column(n, True) for n in sent),
+        Column("collectives: calls, host's seconds"),
+        *(Column(n, True) for n in last),
+    )
+    return without_empty(Table(columns=heads, rows=tuple(rows)))
+
+
+def _scaling(group: Group, point: Point, devices: object) -> tuple[str, str]:
+    """Tokens per second and device, and that against the baseline's; nothing where ranks share a device."""
+    if devices != point.axes.get("cp_size") or not isinstance(devices, int) or not point.tokens_per_s:
+        return NONE, NONE
+    each, base = point.tokens_per_s / devices, group.against(point)
+    known = base is not None and base.tokens_per_s and not point.wrong
+    return significant(each), ratio(each / base.tokens_per_s) if known else NONE  # type: ignore[union-attr, operator]
+
+
+def _tally(kind: str, found: Collective) -> str:
+    seconds = f", {significant(found.seconds)} s" if found.seconds is not None else ""
+    return f"{kind} {found.calls:,}x{seconds}"
+
+
+def _mib(size: object) -> str:
+    return f"{size / 2**20:,.2f}" if isinstance(size, int | float) else NONE
+
+
+def _seconds(value: object) -> str:
+    return significant(value) if isinstance(value, int | float) else NONE
 
 
 def _heads(group: Group) -> tuple[Column, ...]:

@@ -99,6 +99,7 @@ def _groups(all_groups: Sequence[Group]) -> Iterator[Section]:
 def _below(group: Group) -> Iterator[Section]:
     parts = (
         ("What the compiler did", details.compiler(group), ""),
+        ("Ranks", details.ranks(group), _RANKS),
         ("Memory, GiB", details.memory(group), _MEMORY[group.device != "cpu"]),
         ("Checks that did not pass: the worst tensors", details.tensors(group), _NORM),
     )
@@ -110,6 +111,11 @@ def _below(group: Group) -> Iterator[Section]:
 
 _NORM = (
     "Errors are RMS(candidate - reference) / RMS(reference), per tensor; eager's own error stands beside it."
+)
+_RANKS = (
+    "Efficiency: tok/s per device against the baseline's at the same length; none where ranks share a device. Bytes are "
+    "attention's, of one step and the busiest rank. Busiest / mean: the causal score area of the busiest rank. On the "
+    "GPU, exposed: time in NCCL's kernels of one step, and what of it no other kernel covers."
 )
 _MEMORY = (
     "Resident set of the whole process: on a CPU there is no allocator to ask.",

@@ -5,28 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-
 from cp_volta import traffic
 from cp_volta.comm import Tally, counting
-from cp_volta.group import CpGroup, init_cp_group
+from cp_volta.group import init_cp_group
 from cp_volta.layout import score_area
-from cp_volta.patch import patch_for_cp
 from harness.cells import Task
-from harness.rows import Collective, Memory, Parity, Result
+from harness.rows import Collective, CompileReport, Memory, Parity, Result
 from probes import ranks
 from probes.cp_axes import shared_note
 from probes.cp_step import CpStepAxes
+from probes.cp_step.exposed import collectives
+from probes.cp_step.shared import Shared
 from probes.models import shape_of, train_flops
 from probes.models.build import DTYPES
-from probes.parity import Losses, compare
-from probes.train_step import TrainStepAxes
-from probes.train_step.reference import eager, reference, scale_of
+from probes.train_step.compiler_view import cudagraph_skips, look
 from probes.train_step.timing import Timed
 from probes.train_step.timing import run as take_steps
-from probes.train_step.training import Training
 
 
 @dataclass
@@ -40,6 +34,8 @@ class OfRank:
     tallies: dict[str, Tally]
     expected_bytes: int
     score_area: int
+    compile: CompileReport | None
+    on_device: dict[str, float]  # seconds in collectives, from the profiler; with NCCL alone
     parity: Parity | None
 
 
@@ -62,11 +58,12 @@ def _result(axes: CpStepAxes, task: Task, found: list[OfRank]) -> Result:
     if not right:
         verdict, reason = "mismatch", f"bytes sent by rank {sent}, by the formula {expected}"
     notes = [
-        "bytes are attention's, of one step and the busiest rank; the gradients' all-reduce is not in them"
+        "bytes are attention's, of one step and the busiest rank; those of gradients and of sharded weights are not in them"
     ]
     if shared := shared_note(axes, task.device):
         notes.append(shared)
     facts: dict[str, Any] = {
+        "devices": axes.cp_size if axes.backend_on(task.device) == "nccl" else 1,
         "bytes_sent": max(sent),
         "bytes_by_formula": max(expected),
         "score_area_busiest_over_mean": max(areas) * len(areas) / sum(areas),
@@ -74,6 +71,7 @@ def _result(axes: CpStepAxes, task: Task, found: list[OfRank]) -> Result:
     for rank, one in enumerate(found):
         peak = one.memory.allocated_peak_bytes
         facts[f"rank{rank}_peak_bytes"] = one.memory.host_peak_bytes if peak is None else peak
+    facts |= {name: max(one.on_device[name] for one in found) for name in found[0].on_device}
     slowest = [max(times) for times in zip(*(one.step_s for one in found), strict=True)]
     return Result(
         verdict=verdict,
@@ -86,6 +84,7 @@ def _result(axes: CpStepAxes, task: Task, found: list[OfRank]) -> Result:
         memory=max(
             (one.memory for one in found), key=lambda m: m.allocated_peak_bytes or m.host_peak_bytes or 0
         ),
+        compile=found[0].compile,
         parity=parity,
         collectives=_collectives(found),
         facts=facts,
@@ -105,9 +104,10 @@ def _collectives(found: list[OfRank]) -> dict[str, Collective]:
 
 def _rank(rank: int, axes: CpStepAxes, task: Task) -> OfRank:
     cp = init_cp_group(axes.cp_size, ulysses=axes.ulysses, layout=axes.layout, device_type=task.device)
-    shared = _Shared(axes, task, cp)
+    shared = Shared(axes, task, cp)
     timed = Timed()
-    take_steps(shared.step, task.measure, task.device, timed)
+    with cudagraph_skips() as skips:
+        take_steps(shared.step, task.measure, task.device, timed)
     with counting() as ledger:
         shared.step()
     return OfRank(
@@ -120,68 +120,10 @@ def _rank(rank: int, axes: CpStepAxes, task: Task) -> OfRank:
         score_area=score_area(
             cp.ring_group.rank(), cp.ring, axes.seq // cp.ring, causal=True, layout=cp.layout
         ),
+        compile=look(shared.training.model, skips) if axes.compile != "none" else None,
+        on_device=collectives(shared.step) if axes.backend_on(task.device) == "nccl" else {},
         parity=shared.check(rank) if task.measure.check else None,
     )
-
-
-class _Shared:
-    """One model in training on this rank's shard."""
-
-    def __init__(self, axes: CpStepAxes, task: Task, cp: CpGroup) -> None:
-        stock = TrainStepAxes(
-            model=axes.model,
-            dtype=axes.dtype,
-            seq=axes.seq,
-            batch=axes.batch,
-            checkpointing=axes.checkpointing,
-        )
-        self.training = Training(stock, task.device, task.seed)
-        self.cp = cp
-        if axes.mode != "none":
-            patch_for_cp(self.training.model, cp, kernel=axes.attention)
-        whole = self.training.ids_BS
-        labels = F.pad(whole[:, 1:], (0, 1), value=-100)  # shifted before it is dealt out
-        held = cp.positions(axes.seq).to(whole.device)
-        self.ids, self.labels = whole[:, held], labels[:, held]
-        self.tokens = int((labels != -100).sum())
-
-    def step(self) -> Tensor:
-        """Forward, backward, and the gradients' sum over the ranks. The loss of the whole sequence."""
-        return self._backward(1.0)
-
-    def _backward(self, scale: float) -> Tensor:
-        model = self.training.model
-        model.zero_grad(set_to_none=True)
-        logits = model(input_ids=self.ids, use_cache=False).logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), self.labels.flatten(), reduction="sum") / self.tokens
-        (loss * scale).backward()
-        if self.cp.size > 1:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=self.cp.group)
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=self.cp.group)
-        return total
-
-    def check(self, rank: int) -> Parity | None:
-        """Loss and gradients against one device's, on the first rank; the others wait for it at the end."""
-        scale = scale_of(self.training)
-        loss = float(self._backward(scale))
-        if rank:
-            return None
-        training = self.training
-        grads = {n: p.grad for n, p in training.model.named_parameters() if p.grad is not None}
-        for parameter in training.model.parameters():
-            parameter.grad = None
-        own = eager(training)
-        name, ruler = reference(training)
-        return compare(
-            grads,
-            own[1],
-            ruler[1] if ruler else None,
-            dtype=training.dtype,
-            reference_name=name,
-            losses=Losses(candidate=loss, eager=own[0], reference=ruler[0] if ruler else None),
-        )
 
 
 def expected_bytes(config: Any, axes: CpStepAxes, rank: int) -> int:
