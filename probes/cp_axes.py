@@ -39,7 +39,12 @@ class CpAxes(Axes, frozen=True, kw_only=True):
 
     def backend_on(self, device: str) -> str:
         """What moves the tensors."""
-        return "gloo" if device == "cpu" or self.backend == "gloo" else "nccl"
+        return backend_on(self.backend, device)
+
+
+def backend_on(backend: str, device: str) -> str:
+    """nccl, or gloo on a CPU and where it is asked for."""
+    return "gloo" if device == "cpu" or backend == "gloo" else "nccl"
 
 
 def why_not(axes: CpAxes, device: Device, query_heads: int | None) -> str:
@@ -71,9 +76,14 @@ def devices(axes: Axes) -> int:
 
 
 def shared_note(axes: CpAxes, device: str) -> str:
+    """`sharing_note` of these axes."""
+    return sharing_note(axes.backend, device, axes.cp_size)
+
+
+def sharing_note(backend: str, device: str, ranks: int) -> str:
     """What a reader must know of ranks that share a device, or ""."""
-    if axes.cp_size == 1 or axes.backend_on(device) == "nccl":
+    if ranks == 1 or backend_on(backend, device) == "nccl":
         return ""
     if device == "cpu":
-        return f"{axes.cp_size} ranks share one CPU: nothing is gained by them here"
-    return f"emulated: {axes.cp_size} ranks share one GPU over gloo; memory is per rank, time means nothing"
+        return f"{ranks} ranks share one CPU: nothing is gained by them here"
+    return f"emulated: {ranks} ranks share one GPU over gloo; memory is per rank, time means nothing"

@@ -14,16 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from harness.cells import Task
 from harness.rows import Result
-from probes.cp_axes import CpAxes
 
 _FAILED = 1
+
+
+class OverBackend(Protocol):
+    """Axes that know what moves their tensors."""
+
+    def backend_on(self, device: str) -> str:
+        """nccl or gloo."""
 
 
 class RankLost(RuntimeError):
@@ -79,7 +85,7 @@ def result(
     size: int,
     args: tuple[Any, ...],
     *,
-    axes: CpAxes,
+    axes: OverBackend,
     task: Task,
     folder: Path | None = None,
 ) -> list[Any] | Result:

@@ -8,8 +8,10 @@ from harness.cells import Probe
 from harness.errors import HarnessError
 from probes import (
     bisect,
+    collectives,
     compile_matrix,
     cp_parity,
+    cp_plan,
     cp_step,
     fault_drill,
     train_step,
@@ -21,6 +23,8 @@ _OURS = (
     train_step.PROBE,
     cp_step.PROBE,
     cp_parity.PROBE,
+    cp_plan.PROBE,
+    collectives.PROBE,
     compile_matrix.PROBE,
     bisect.PROBE,
     triton_lowering.PROBE,

@@ -37,6 +37,8 @@ def show(folder: Path, console: Console) -> list[Row]:
             (_named(row), row.status, row.verdict or "", row.reason or row.verdict_reason) for row in rows
         ]
         _print(("cell", "status", "verdict", "reason"), words, console)
+        for note in dict.fromkeys(note for row in rows for note in row.notes):
+            console.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
     for row in rows:
         _tell(row, console)
     return rows
