@@ -80,11 +80,13 @@ class Watch(logging.Handler):
                 kind: Kind = "bf16 skip" if "BF16" in why else "skipped frame"
                 self._add(kind, f"{name}: {why}", file)
         elif "skipfiles" in reason:
-            self.skipfiles.append(Cause(kind="skipped frame", why=f"{name}: {reason}", where=file))
+            self.skipfiles.append(
+                Cause(kind="skipped frame", why=f"{name}: {reason}", where=short_path(file))
+            )
             self.skipfiles.sort(key=lambda one: not one.why.startswith("forward:"))  # a module's own, first
 
     def _add(self, kind: Kind, why: str, where: str) -> None:
-        cause = Cause(kind=kind, why=" ".join(why.split())[:400], where=where)
+        cause = Cause(kind=kind, why=" ".join(why.split())[:400], where=short_path(where))
         if cause not in self.causes:
             self.causes.append(cause)
 
@@ -109,14 +111,46 @@ def watching() -> Iterator[Watch]:
         watch.warned += [str(one.message) for one in warned if "bfloat16" in str(one.message)]
 
 
-def breaks() -> list[tuple[str, str]]:
-    """(reason, file:line) of every graph break of this process, in order, one entry each time that it was traced."""
+def breaks() -> list[Cause]:
+    """Every graph break of this process, in order; one entry each time that its line was traced."""
     found = []
     for one in torch._dynamo.utils.graph_break_reasons:
         if getattr(one, "graph_break", True):
             stack = one.user_stack
-            found.append((_short(one.reason), f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""))
+            where = f"{short_path(stack[-1].filename)}:{stack[-1].lineno}" if stack else ""
+            found.append(Cause(kind="graph break", why=_short(one.reason), where=where))
     return found
+
+
+class Recompile(msgspec.Struct, frozen=True, kw_only=True):
+    """One more version of a frame that had been compiled."""
+
+    guard: str  # of an earlier version, which failed, with what it says
+    where: str  # file:line that made the guard; that of the frame where Dynamo names no line
+    frame: str
+
+
+def recompiles() -> list[Recompile]:
+    """Every recompile of this process, in order; those that a limit refused have no frame."""
+    found = []
+    for one in torch._dynamo.utils.get_compilation_metrics():
+        if not one.recompile_reason:
+            continue
+        guard, _, code = _first_line(one.recompile_reason).partition("  #")
+        place = re.search(r"# (\S+:\d+) in ", f"#{code}")
+        own = f"{short_path(one.co_filename)}:{one.co_firstlineno}" if one.co_filename else ""
+        words = " ".join(guard.split()).partition(": ")[2]
+        found.append(Recompile(guard=words, where=place[1] if place else own, frame=one.co_name or ""))
+    return found
+
+
+def short_path(path: str) -> str:
+    """A file of an installed package by its place there, any other as it is."""
+    return path.rpartition("site-packages/")[2]
+
+
+def _first_line(text: str) -> str:
+    return str(text).splitlines()[0]
 
 
 def _guard(text: str) -> str:

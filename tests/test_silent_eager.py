@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import msgspec
@@ -21,27 +20,13 @@ from probes.silent_eager.ran import ASKED, Ran, classify, mark
 from probes.silent_eager.scenarios import Plain, provoked
 from probes.silent_eager.work import gather, run
 from probes.train_step.compiler_view import cudagraph_skips
+from tests.dynamo_state import clean_dynamo  # noqa: F401
 from tests.test_cli import harness
 
 ALL = Ran(asked=2, compiled=2, eager={}, graph_launches=0)
 
 
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    """As in a cell's own process: nothing was compiled before, and one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    _forget()
-    yield
-    _forget()
-    torch.set_num_threads(before)
-
-
-def _forget() -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch._dynamo.utils.clear_compilation_metrics()
-    torch._dynamo.utils.graph_break_reasons.clear()
+pytestmark = pytest.mark.usefixtures("clean_dynamo")
 
 
 def cell(device: str = "cpu", **axes: object) -> Result:

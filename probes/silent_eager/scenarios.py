@@ -31,8 +31,8 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, W] -> [B, W]."""
-        y: Tensor = torch.relu(self.linear(x))
-        return y + self.extra
+        y: Tensor = torch.relu(self.linear(x)) + self.extra
+        return y
 
 
 class Disabled(Plain):
@@ -40,13 +40,14 @@ class Disabled(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, W] -> [B, W]."""
-        y: Tensor = self.linear(x)
-        return self.normed(y).relu()
+        y: Tensor = self.normed(self.linear(x))
+        return y.relu()
 
     @torch.compiler.disable
     def normed(self, x: Tensor) -> Tensor:
         """The part."""
-        return x / x.norm()
+        y: Tensor = x / x.norm()
+        return y
 
 
 class Unsupported(Plain):

@@ -49,7 +49,7 @@ def gather(
     evidence = Evidence(
         ran=ran,
         causes=(*watch.causes, *warned, *fallbacks),
-        breaks=tuple(Cause(kind="graph break", why=why, where=where) for why, where in breaks()),
+        breaks=tuple(breaks()),
         skipfiles=tuple(watch.skipfiles),
         cudagraphs=cudagraphs,
         cudagraph_skips=report.cudagraph_skips,
