@@ -8,6 +8,7 @@ from harness.cells import Probe
 from harness.errors import HarnessError
 from probes import (
     bisect,
+    cache_pollution,
     compile_matrix,
     cp_parity,
     cp_step,
@@ -27,6 +28,7 @@ _OURS = (
     bisect.PROBE,
     silent_eager.PROBE,
     graph_breaks.PROBE,
+    cache_pollution.PROBE,
     triton_lowering.PROBE,
     volta_lowering.PROBE,
     fault_drill.PROBE,
