@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 
 import tc_volta
 from harness.cells import Measure, Task
@@ -17,7 +18,7 @@ from probes.dynamo_watch import Cause, watching
 from probes.silent_eager import SilentAxes, work
 from probes.silent_eager.judge import Evidence, judge
 from probes.silent_eager.ran import ASKED, Ran, classify, mark
-from probes.silent_eager.scenarios import Plain, provoked
+from probes.silent_eager.scenarios import FromCpu, Mutating, Plain, provoked
 from probes.silent_eager.work import gather, run
 from probes.train_step.compiler_view import cudagraph_skips
 from tests.dynamo_state import clean_dynamo  # noqa: F401
@@ -102,6 +103,21 @@ def test_without_a_cause_there_is_no_alarm() -> None:
     assert judged.reason == "1 calls ran 1 compiled graphs, and no operator beside them"
 
 
+@pytest.mark.parametrize("kind", [FromCpu, Mutating])
+def test_modules_that_keep_cudagraphs_away_are_otherwise_compiled_whole(kind: type[Plain]) -> None:
+    judged = judge(evidence_of(kind()))
+    assert judged.verdict == "ok", judged.reason
+
+
+def test_a_backward_that_falls_back_under_tc_volta_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tc_volta.compile(Plain(), backend="aot_eager")
+    tc_volta.report(model).fallbacks.append("backward: RuntimeError: no kernel")
+    mark([model])
+    judged = judge(gather(model, lambda: model(torch.ones(2, 8)), 1, "cpu", cudagraphs=False)[0])
+    assert judged.verdict == "mismatch"
+    assert "backend: backward: RuntimeError: no kernel" in judged.reason
+
+
 class Chatty(Plain):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -155,8 +171,8 @@ def test_a_module_that_is_never_called_is_no_pass() -> None:
 
 
 def test_only_operators_outside_every_compiled_range_count_as_eager() -> None:
-    def event(name: str, parent: object = None) -> SimpleNamespace:
-        return SimpleNamespace(name=name, cpu_parent=parent)
+    def event(name: str, parent: object = None, device_type: DeviceType = DeviceType.CPU) -> SimpleNamespace:
+        return SimpleNamespace(name=name, cpu_parent=parent, device_type=device_type)
 
     asked = event(ASKED)
     region = event("Torch-Compiled Region: 0/0", asked)
@@ -166,6 +182,7 @@ def test_only_operators_outside_every_compiled_range_count_as_eager() -> None:
     names = [asked, region, graph, inner, norm, event("aten::mm", inner), event("aten::sqrt", norm)]
     names += [event("aten::detach", region), event("aten::sum"), event("tc_volta::flash_attn", asked)]
     names += [event("aten::copy_", event("AOTDispatcher Runtime Wrapper Prologue", region))]
+    names += [event(ASKED, None, DeviceType.CUDA), event("at::native::add", asked, DeviceType.CUDA)]
     found = classify([*names, event("cudaGraphLaunch", inner)])
     assert (found.asked, found.compiled, found.graph_launches) == (1, 1, 1)
     assert found.eager == {"aten::norm": 1, "tc_volta::flash_attn": 1}

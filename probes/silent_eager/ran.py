@@ -29,6 +29,7 @@ class Event(Protocol):
 
     name: str
     cpu_parent: Any
+    device_type: Any  # an enum that torch does not export
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,8 @@ def classify(events: Iterable[Event]) -> Ran:
     eager: collections.Counter[str] = collections.Counter()
     asked = compiled = launches = 0
     for event in events:
+        if event.device_type.name != "CPU":  # kernels, and our ranges once more on the device's time line
+            continue
         above = _above(event)
         asked += event.name == ASKED
         launches += event.name in _LAUNCHES
