@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,24 +17,9 @@ from harness.rows import Result
 from probes.train_step import PROBE, TrainStepAxes, compiler_view
 from probes.train_step import training as training_module
 from probes.train_step.work import run
+from tests.dynamo_state import clean_dynamo  # noqa: F401
 
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    """As in a cell's own process: nothing was compiled before, and one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    _forget()
-    yield
-    _forget()
-    torch.set_num_threads(before)
-
-
-def _forget() -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch._dynamo.utils.clear_compilation_metrics()
-    torch._dynamo.utils.graph_break_reasons.clear()
+pytestmark = pytest.mark.usefixtures("clean_dynamo")
 
 
 class Breaks(nn.Module):

@@ -114,7 +114,14 @@ PROBE = Probe(
     needs_prepare=lambda axes, device: device == "cpu" and _compiles(axes),
     ignores=("warmup_steps",),
     hands_on_to="bisect",
-    sources=("probes.compile_matrix", "probes.models", "probes.parity", "probes.float64", "probes.text"),
+    sources=(
+        "probes.compile_matrix",
+        "probes.models",
+        "probes.parity",
+        "probes.float64",
+        "probes.text",
+        "probes.step_memory",
+    ),
     skip=skip,
     estimate_s=_estimate_s,
 )

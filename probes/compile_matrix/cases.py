@@ -12,6 +12,7 @@ from probes.text import tokens
 
 _SMALL_LM = "tiny-qwen2-4h"
 _HIDDEN = 64
+_FP16_SCALE = 1024.0  # most gradients of a plain fp16 step underflow
 Batch = tuple[Tensor, ...]
 
 
@@ -66,6 +67,11 @@ def case(axes: MatrixAxes, device: str, seed: int) -> nn.Module:
     name = _SMALL_LM if axes.model in ("layer", "lm") else axes.model
     model = build(name, device=device, dtype=dtype, seed=seed)
     return Layer(model) if axes.model == "layer" else Causal(model)
+
+
+def loss_scale(axes: MatrixAxes) -> float:
+    """The factor on the loss in backward, the same for all sides of a cell."""
+    return _FP16_SCALE if axes.dtype == "fp16" else 1.0
 
 
 def widened(module: nn.Module) -> nn.Module:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +13,14 @@ from torch import nn
 from harness.cells import Task
 from harness.rows import Memory, Parity, Result
 from probes.compile_matrix import CUDAGRAPH_MODES, MatrixAxes
-from probes.compile_matrix.cases import Batch, batches, case, widened
+from probes.compile_matrix.cases import Batch, batches, case, loss_scale, widened
 from probes.compile_matrix.compiled import Compiled, compiled
 from probes.models.build import DTYPES
 from probes.parity.steps import Recorded, Schedule, Verdicts, record, reference, verdicts
+from probes.step_memory import peak, wait
 from probes.train_step.compiler_view import cudagraph_skips
 from probes.train_step.memory import attempt, out_of_memory, release
 
-_FP16_SCALE = 1024.0  # of the loss, for all three sides: most gradients of a plain fp16 step underflow
 # What torch says where it refuses a second backward rather than get it wrong.
 _REFUSALS = (
     "donated buffers",
@@ -71,7 +69,7 @@ class _Cell:
     def __init__(self, module: nn.Module, axes: MatrixAxes, schedule: Schedule, task: Task) -> None:
         self.module, self.axes, self.schedule, self.task = module, axes, schedule, task
         self.dtype = DTYPES[axes.dtype]
-        self.scale = _FP16_SCALE if self.dtype == torch.float16 else 1.0
+        self.scale = loss_scale(axes)
         self.cudagraphs = axes.mode in CUDAGRAPH_MODES
 
     def lengths(self) -> list[int]:
@@ -87,18 +85,18 @@ class _Cell:
         starts: list[float] = []
 
         def before_step() -> None:
-            _wait(self.task.device)
+            wait(self.task.device)
             starts.append(time.perf_counter())
             if compiled and self.cudagraphs:
                 torch.compiler.cudagraph_mark_step_begin()
 
-        with _peak(self.task.device) as peak:
+        with peak(self.task.device) as most:
             left = record(call, self.module, given, self.schedule, scale=self.scale, before_step=before_step)
-            _wait(self.task.device)
+            wait(self.task.device)
         ends = [*starts[1:], time.perf_counter()]
         seconds = [b - a for a, b in zip(starts, ends, strict=True)]
         return Side(
-            recorded=left, first_s=seconds[0], rest_s=min(seconds[1:], default=seconds[0]), peak_bytes=peak[0]
+            recorded=left, first_s=seconds[0], rest_s=min(seconds[1:], default=seconds[0]), peak_bytes=most[0]
         )
 
     def reference(self, given: list[Batch]) -> tuple[Recorded | None, str]:
@@ -187,28 +185,3 @@ def _costs(eager: Side, mine: Side) -> dict[str, Any]:
         "eager_peak_bytes": eager.peak_bytes,
         "compiled_peak_bytes": mine.peak_bytes,
     }
-
-
-@contextlib.contextmanager
-def _peak(device: str) -> Iterator[list[int | None]]:
-    """The allocator's peak inside; on a CPU the resident set's, its libraries included."""
-    found: list[int | None] = [None]
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        with contextlib.suppress(OSError):  # the peak then counts from the process's start
-            Path("/proc/self/clear_refs").write_text("5")
-    try:
-        yield found
-    finally:
-        if device == "cuda":
-            found[0] = torch.cuda.max_memory_allocated()
-        else:
-            with contextlib.suppress(OSError):
-                lines = Path("/proc/self/status").read_text().splitlines()
-                found[0] = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

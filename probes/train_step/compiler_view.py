@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -31,9 +32,9 @@ def cudagraph_skips() -> Iterator[list[str]]:
 
     class Listen(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            text = record.getMessage()
+            text = _one_line(record.getMessage())
             if "skipping cudagraphs" in text.lower() and text not in heard:
-                heard.append(text.splitlines()[0][:300])
+                heard.append(text)
 
     listener = Listen()
     loggers = [
@@ -49,33 +50,47 @@ def cudagraph_skips() -> Iterator[list[str]]:
 
 
 def look(model: nn.Module, skips: list[str]) -> CompileReport:
-    """The report on a model that tc_volta compiled and that has run."""
+    """The report on a model that tc_volta compiled and that has run. Raises KeyError for any other."""
     record = tc_volta.report(model)
+    found = seen(record.asked, skips)
+    return msgspec.structs.replace(
+        found,
+        graphs=record.graphs,
+        cudagraphs=bool(record.options.get("triton.cudagraphs")) and not found.cudagraph_skips,
+        fallbacks=tuple(record.fallbacks + record.skipped) + found.fallbacks,
+    )
+
+
+def seen(asked: str, skips: list[str]) -> CompileReport:
+    """What Dynamo and Inductor did in this process, whoever asked them; `cudagraphs` stays false."""
     metrics = _metrics()
     given_up = [
         f"Dynamo gave up a frame: {m.fail_reason}" for m in metrics if getattr(m, "fail_reason", None)
     ]
-    skips = _skips(metrics, skips)
     return CompileReport(
-        asked=record.asked,
+        asked=asked,
         phases_s=_phases(metrics),
-        graphs=record.graphs,
+        graphs=int(torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)),
         graph_breaks=_breaks(),
         recompiles=tuple(
             str(m.recompile_reason)[:500] for m in metrics if getattr(m, "recompile_reason", None)
         ),
-        cudagraphs=bool(record.options.get("triton.cudagraphs")) and not skips,
-        cudagraph_skips=tuple(skips),
-        fallbacks=tuple(record.fallbacks + record.skipped + given_up),
+        cudagraph_skips=tuple(_skips(metrics, skips)),
+        fallbacks=tuple(given_up),
     )
 
 
 def _skips(metrics: list[Any], heard: list[str]) -> list[str]:
     """Why cudagraphs were left out: logged while they were recorded, kept in a metric, or at least counted."""
-    kept = [str(why)[:300] for m in metrics if (why := getattr(m, "cudagraph_skip_reason", None))]
+    kept = [_one_line(str(why)) for m in metrics if (why := getattr(m, "cudagraph_skip_reason", None))]
     counted = torch._dynamo.utils.counters["inductor"].get("cudagraph_skips", 0)
     reasons = list(dict.fromkeys([*heard, *kept]))
     return reasons or ([f"{counted} skips, no reason logged"] if counted else [])
+
+
+def _one_line(message: str) -> str:
+    """The reason, and the line of the model's code that follows it where Inductor knows one."""
+    return " ".join(message.split())[:400]
 
 
 def cache_use() -> dict[str, int]:
