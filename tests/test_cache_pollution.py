@@ -21,6 +21,7 @@ from probes.cache_pollution import PollutionAxes, phase
 from probes.cache_pollution.phase import Phase
 from probes.cache_pollution.work import judge, run, state_changes
 from probes.compile_matrix.cases import Mlp
+from tests.conftest import rows_of
 from tests.dynamo_state import clean_dynamo  # noqa: F401
 from tests.test_cli import harness
 
@@ -154,8 +155,13 @@ def test_what_cannot_be_is_skipped_or_refused() -> None:
 
 
 @pytest.mark.slow
-def test_through_inductor_a_warm_cache_is_hit_and_a_cold_one_is_not(cell: Cell) -> None:
-    found = cell(backend="inductor")
+def test_through_inductor_a_warm_cache_is_hit_and_a_cold_one_is_not(tmp_path: Path) -> None:
+    """From the command line: a fork of a process in which Inductor has threads would hang."""
+    out = tmp_path / "run"
+    axes = ("backend=inductor", "seq=8", "batch=1")
+    done = harness("cache-pollution", *axes, "--steps", "2", "--out", str(out), module="harness.probe")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = rows_of(out)
     assert found.verdict == "ok", found.verdict_reason
     assert (found.facts["cold: cache_hits"], found.facts["after: cache_hits"]) == (0, 0)
     assert found.facts["warm: cache_hits"] == found.facts["cold: cache_misses"] == 2
