@@ -62,6 +62,9 @@ def run(
     isolation: Annotated[
         str, typer.Option(help="forkserver, or spawn: a cold Python per cell")
     ] = "forkserver",
+    launcher: Annotated[
+        str, typer.Option(help='"torchrun --nnodes=2 …" starts the ranks of a cell; default: the cell itself')
+    ] = "",
     folder: Annotated[Path | None, typer.Option("--out", help="The run's folder")] = None,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Render BENCH.md at the end")] = True,
     answer: Annotated[bool, typer.Option("--answers", help="End with one sentence per question")] = False,
@@ -72,7 +75,14 @@ def run(
     if isolation not in ("forkserver", "spawn"):
         raise unknown("isolation", isolation, ("forkserver", "spawn"), "--isolation")
     options = Options(
-        out=folder, devices=use, jobs=jobs, isolation=isolation, fresh=fresh, retry=retry, shard=shard
+        out=folder,
+        devices=use,
+        jobs=jobs,
+        isolation=isolation,
+        fresh=fresh,
+        retry=retry,
+        shard=shard,
+        launcher=launcher,
     )
     outcome = execute(_suite(suite, device, only, shard), options, out)
     counts = ", ".join(f"{n} {status}" for status, n in sorted(outcome.counts.items()))

@@ -64,6 +64,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     result_path: str
     log_path: str
     env: dict[str, str] = {}  # late-read variables, set in the child (harness.environ)
+    launcher: str = ""  # "torchrun …": it starts the ranks of a cell, not the cell's own process
     check_fresh: bool = True  # a fork proves that it is fresh before it starts
 
 
@@ -111,6 +112,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     from_file: FromFile | None = None  # what `--file PATH` asks
     skip: Callable[[Axes, Device], str] = _never  # a reason, or "" to run
     devices: Callable[[Axes], int] = _one  # how many devices a cell claims
+    ranks: bool = False  # its cells are several ranks, which a launcher may start
     estimate_s: Callable[[Axes, Device, Measure], float] = _unknown_cost
 
 

@@ -44,6 +44,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cells: tuple[Cell, ...]  # without those that have a valid row already
     devices: tuple[str, ...]  # ids for CUDA_VISIBLE_DEVICES; ("cpu",) on a CPU
     jobs: int = 1
+    launcher: str = ""  # what starts the ranks of a cell; "": its own process
+    nodes: int = 1  # hosts that share a cell's ranks
     no_device: str = ""  # why the suite's device is not here: every cell is a skip with this reason
     environment: str = ""
     fingerprint: dict[str, str] = {}
@@ -97,14 +99,19 @@ class Runner:
             return cell.skip
         if self._plan.no_device:
             return self._plan.no_device
-        if cell.devices > len(self._plan.devices):
-            return f"needs {cell.devices} devices; {len(self._plan.devices)} here"
+        if self._claim(cell) > len(self._plan.devices):
+            hosts = f" on each of {self._plan.nodes} nodes" if self._plan.nodes > 1 else ""
+            return f"needs {self._claim(cell)} devices{hosts}; {len(self._plan.devices)} here"
         return ""
+
+    def _claim(self, cell: Cell) -> int:
+        """Devices of this host that the cell takes."""
+        return -(-cell.devices // self._plan.nodes)
 
     def _fits(self, cell: Cell) -> bool:
         """In order, so that a cell of many devices is not passed over for ever by small ones."""
         if cell.device == "cuda":
-            return cell.devices <= len(self._free)
+            return self._claim(cell) <= len(self._free)
         if self._plan.suite.probe.timed:  # on a CPU the device is the machine: timed cells run alone
             return not self._running
         return len(self._running) < self._plan.jobs
@@ -112,8 +119,8 @@ class Runner:
     def _start(self, cell: Cell) -> None:
         devices: tuple[str, ...] = ()
         if cell.device == "cuda":
-            devices = tuple(self._free[: cell.devices])
-            del self._free[: cell.devices]
+            devices = tuple(self._free[: self._claim(cell)])
+            del self._free[: len(devices)]
         caches = self._caches(cell)
         cache = self._plan.suite.file.measure.cache + (
             ", empty at first" if caches and not caches.exists() else ""
@@ -157,6 +164,7 @@ class Runner:
             result_path=str(folder / "result.json"),
             log_path=str(self._folder.logs / f"{cell.id}.log"),
             env=env,
+            launcher=self._plan.launcher,
         )
 
     def _caches(self, cell: Cell) -> Path | None:

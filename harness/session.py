@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from harness import devices, environ, fingerprint, progress
+from harness import devices, environ, fingerprint, progress, torchrun
 from harness.cells import Cell, Device
 from harness.errors import HarnessError
 from harness.interrupts import Interrupts
@@ -35,6 +35,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False
     retry: bool = False
     shard: str = ""
+    launcher: str = ""  # "torchrun …", for probes of several ranks
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,7 @@ def execute(suite: Suite, options: Options, console: Console) -> Outcome:
         suite.name + (f".{options.shard.replace('/', '-of-')}" if options.shard else "")
     )
     _check_text(path)
+    nodes = _nodes(suite, options.launcher)
     if options.fresh:
         _set_aside(path, console)
     with Interrupts() as interrupts, Folder(path) as folder:
@@ -75,6 +77,8 @@ def execute(suite: Suite, options: Options, console: Console) -> Outcome:
             cells=tuple(cell for cell in suite.cells if cell.id not in done),
             devices=ids,
             jobs=options.jobs,
+            launcher=options.launcher,
+            nodes=nodes,
             no_device=why,
             environment=key,
             fingerprint=digests,
@@ -196,6 +200,16 @@ def _devices(device: Device, selection: str | None) -> tuple[tuple[str, ...], st
         return ("cpu",), ""
     ids, why = devices.cuda_ids()
     return devices.pick(ids, selection), why
+
+
+def _nodes(suite: Suite, launcher: str) -> int:
+    """Hosts that share a cell. Raises HarnessError for a launcher that is none, or where there is nothing to launch."""
+    if not launcher:
+        return 1
+    torchrun.options(launcher)
+    if not suite.probe.ranks:
+        raise HarnessError(f"--launcher {launcher}: cells of {suite.probe.name} are one process each")
+    return torchrun.nodes(launcher)
 
 
 def _check_text(path: Path) -> None:

@@ -1,12 +1,13 @@
-"""N ranks of one host as one cell: forks of the cell's own process, in its group, under its deadline.
+"""N ranks as one cell: forks of the cell's own process, in its group, under its deadline; or torchrun's processes.
 
-The rendezvous is a file in the cell's folder, so no port is taken and none has to be freed. A rank that is lost ends
+The forks meet at a file in the cell's folder, so no port is taken and none has to be freed. A rank that is lost ends
 the cell at once and by name, instead of leaving the others to wait for it.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -14,13 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from harness.cells import Task
 from harness.rows import Result
+from harness.torchrun import nodes, options
+from probes.launched import Order, write_failure
 
 _FAILED = 1
 
@@ -71,13 +75,58 @@ def run(
             if code == _FAILED:
                 return Failure(**torch.load(folder / f"failed-{rank}.pt", weights_only=True))
             if code:
-                how = signal.Signals(-code).name if code < 0 else f"exit {code}"
-                raise RankLost(f"rank {rank} of {size} ended with {how}")
+                raise RankLost(f"rank {rank} of {size} ended with {_how(code)}")
     finally:
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def launch(
+    work: Callable[..., Any],
+    size: int,
+    args: tuple[Any, ...],
+    *,
+    folder: Path,
+    backend: str,
+    timeout_s: float,
+    launcher: str,
+) -> list[Any] | Failure:
+    """`run`, the ranks started by torchrun with the user's options: on `nodes(launcher)` hosts, cold processes all.
+
+    Raises RankLost for a rank that was killed, or where the hosts do not meet.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser
+    from torch.distributed.run import run as torchrun
+
+    hosts = nodes(launcher)
+    if size % hosts:
+        raise RankLost(f"{size} ranks do not divide over {hosts} nodes")
+    order = Order(f"{work.__module__}:{work.__qualname__}", backend, timeout_s)
+    (folder / "order.json").write_bytes(msgspec.json.encode(order))
+    (folder / "args.pkl").write_bytes(pickle.dumps(args))
+    given = [*options(launcher), f"--nproc-per-node={size // hosts}"]
+    meeting = [] if hosts > 1 else ["--standalone"]
+    parsed = get_args_parser().parse_args([*meeting, *given, "-m", "probes.launched", str(folder)])
+    try:
+        torchrun(parsed)
+    except ChildFailedError as failed:
+        told = sorted(folder.glob("failed-*.pt"), key=lambda path: path.stat().st_mtime_ns)
+        if told:
+            return Failure(**torch.load(told[0], weights_only=True))
+        # the agent ends the other ranks by SIGTERM, and its own word on who was first is not to be had here
+        ended = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        rank = next((rank for rank, code in ended.items() if code != -signal.SIGTERM), min(ended))
+        raise RankLost(f"rank {rank} of {size} ended with {_how(ended[rank])}") from failed
+    except (ValueError, RuntimeError) as error:  # its options are wrong, or the hosts did not meet
+        raise RankLost(f"torchrun: {type(error).__name__}: {error}") from error
+    return cast("list[Any]", torch.load(folder / "ranks.pt", weights_only=False))
+
+
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit {code}"
 
 
 def result(
@@ -89,16 +138,17 @@ def result(
     task: Task,
     folder: Path | None = None,
 ) -> list[Any] | Result:
-    """`run` for a cell: what the ranks returned, or the row of a rank that failed or was lost."""
+    """`run`, or `launch`, for a cell: what the ranks returned, or the row of a rank that failed or was lost."""
+    means: dict[str, Any] = {
+        "folder": folder or Path(task.folder),
+        "backend": axes.backend_on(task.device),
+        "timeout_s": task.measure.timeout_s,
+    }
     try:
-        found = run(
-            work,
-            size,
-            args,
-            folder=folder or Path(task.folder),
-            backend=axes.backend_on(task.device),
-            timeout_s=task.measure.timeout_s,
-        )
+        if task.launcher:
+            found = launch(work, size, args, **means, launcher=task.launcher)
+        else:
+            found = run(work, size, args, **means)
     except RankLost as lost:
         return Result(status="crashed", reason=str(lost))
     if isinstance(found, Failure):
@@ -147,9 +197,7 @@ def _be_rank(
         code = 0
     except Exception as error:  # a rank's fault is the cell's reason
         traceback.print_exc()
-        short = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        words = f"rank {rank}: {type(error).__name__}: {error}"[:2000]
-        torch.save({"rank": rank, "error": words, "out_of_memory": short}, folder / f"failed-{rank}.pt")
+        write_failure(folder, rank, error)
         code = _FAILED
     finally:
         sys.stdout.flush()

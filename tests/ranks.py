@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -67,3 +68,15 @@ def _rank(function: Callable[..., Any], rank: int, size: int, folder: Path, args
         (folder / f"{rank}.txt").write_text(traceback.format_exc())
     finally:
         os._exit(code)
+
+
+def dies(rank: int) -> int:
+    """Rank 1 is killed."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rank
+
+
+def raises(rank: int) -> int:
+    """As a device without memory does."""
+    raise torch.OutOfMemoryError("no more")

@@ -19,7 +19,8 @@ MAY = {
     "tc_volta": {"tc_volta"},
     "cp_volta": {"cp_volta", "tc_volta"},
     "reports": {"reports", *LEAVES},
-    # harness.child: what a cell writes; harness.hardware and harness.wheels: what set-up knows of cards
+    # harness.child: what a cell writes; harness.hardware and harness.wheels: what set-up knows of cards;
+    # harness.torchrun: the options of who starts a cell's ranks
     "probes": {
         "probes",
         "cp_volta",
@@ -28,11 +29,13 @@ MAY = {
         "harness.child",
         "harness.hardware",
         "harness.wheels",
+        "harness.torchrun",
     },
     "harness.cells": set(),
     "harness.rows": set(),
     "harness.stats": set(),
     "harness.errors": set(),
+    "harness.torchrun": {"harness.errors"},
     "harness": {"harness"},
     "harness.__main__": {"harness", "probes", "reports"},
     "harness.probe": {"harness", "probes", "reports"},

@@ -56,8 +56,9 @@ PROBE = Probe(
     work="probes.collectives.work:run",
     preload=("torch", "torch.distributed", "probes.collectives.work"),
     ignores=("check", "cache"),
-    sources=("probes.collectives", "probes.cp_axes", "probes.ranks", "cp_volta"),
+    sources=("probes.collectives", "probes.cp_axes", "probes.ranks", "probes.launched", "cp_volta"),
     skip=_skip,
     devices=_devices,
+    ranks=True,
     estimate_s=_estimate_s,
 )

@@ -78,6 +78,7 @@ PROBE = Probe(
         "probes.cp_parity",
         "probes.cp_axes",
         "probes.ranks",
+        "probes.launched",
         "probes.models",
         "probes.parity",
         "cp_volta",
@@ -85,5 +86,6 @@ PROBE = Probe(
     ),
     skip=_skip,
     devices=devices,
+    ranks=True,
     estimate_s=_estimate_s,
 )

@@ -61,8 +61,16 @@ PROBE = Probe(
     preload=(*TRAIN_STEP.preload[:-1], "torch.distributed", "probes.cp_step.work"),
     prepare=TRAIN_STEP.prepare,
     needs_prepare=TRAIN_STEP.needs_prepare,
-    sources=("probes.cp_step", "probes.cp_axes", "probes.ranks", *TRAIN_STEP.sources, "probes.train_step"),
+    sources=(
+        "probes.cp_step",
+        "probes.cp_axes",
+        "probes.ranks",
+        "probes.launched",
+        *TRAIN_STEP.sources,
+        "probes.train_step",
+    ),
     skip=_skip,
     devices=devices,
+    ranks=True,
     estimate_s=_estimate_s,
 )
