@@ -113,16 +113,24 @@ def launch(
     try:
         torchrun(parsed)
     except ChildFailedError as failed:
-        told = sorted(folder.glob("failed-*.pt"), key=lambda path: path.stat().st_mtime_ns)
-        if told:
-            return Failure(**torch.load(told[0], weights_only=True))
-        # the agent ends the other ranks by SIGTERM, and its own word on who was first is not to be had here
-        ended = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        rank = next((rank for rank, code in ended.items() if code != -signal.SIGTERM), min(ended))
-        raise RankLost(f"rank {rank} of {size} ended with {_how(ended[rank])}") from failed
+        return _first_of(failed, size, folder)
     except (ValueError, RuntimeError) as error:  # its options are wrong, or the hosts did not meet
         raise RankLost(f"torchrun: {type(error).__name__}: {error}") from error
     return cast("list[Any]", torch.load(folder / "ranks.pt", weights_only=False))
+
+
+def _first_of(failed: Any, size: int, folder: Path) -> Failure:
+    """What ended the ranks, of torchrun's ChildFailedError. Raises RankLost where that was no exception of a rank.
+
+    The agent ends the others by SIGTERM; and a rank whose neighbour was killed says "connection reset".
+    """
+    ended = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+    killed = [rank for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM]
+    told = sorted(folder.glob("failed-*.pt"), key=lambda path: path.stat().st_mtime_ns)
+    if told and not killed:
+        return Failure(**torch.load(told[0], weights_only=True))
+    rank = min(killed or ended)
+    raise RankLost(f"rank {rank} of {size} ended with {_how(ended[rank])}") from failed
 
 
 def _how(code: int) -> str:
