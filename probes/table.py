@@ -7,6 +7,7 @@ import importlib.metadata
 from harness.cells import Probe
 from harness.errors import HarnessError
 from probes import (
+    backward_memory,
     bisect,
     cache_pollution,
     collectives,
@@ -34,6 +35,7 @@ _OURS = (
     graph_breaks.PROBE,
     cache_pollution.PROBE,
     cudagraph_aliasing.PROBE,
+    backward_memory.PROBE,
     bisect.PROBE,
     triton_lowering.PROBE,
     volta_lowering.PROBE,

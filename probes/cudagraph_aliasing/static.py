@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd  # the way to a backward graph; no public one
 
@@ -30,4 +31,4 @@ def _static(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any
         # a new tensor each time, over the same memory: to autograd it looks like nobody else's
         return [result if mine is None else mine.detach() for mine, result in zip(kept, results, strict=True)]
 
-    return replay
+    return make_boxed_func(replay)  # type: ignore[no-any-return]
