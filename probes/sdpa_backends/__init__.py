@@ -25,7 +25,8 @@ batch       sequences
 An error is max|difference| / max|reference| per tensor (for dq and dk, the larger of the two terms whose difference
 they are). Its bar is BARS, eight units of roundoff in half precision: probabilities and their gradients are rounded
 before they are multiplied, and grouped heads are added up in dtype. In float32 it is 160: a score of D products is
-rounded D times, and its error is its probability's relative error.
+rounded D times, and its error is its probability's relative error. Honest on a CPU (math and flash, all masks, up to
+300 tokens, four seeds): at most 0.28 of the bar in float32, 0.47 in float16, 0.57 in bfloat16.
 """
 
 from __future__ import annotations
