@@ -113,15 +113,28 @@ def test_a_gradient_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, at: in
         assert f": {name} is wrong" in found.verdict_reason
 
 
-def test_one_nan_in_a_gradient_is_nonfinite(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_one_nan_or_infinity_in_a_gradient_is_nonfinite(
+    monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
     def poison(grads: Triple) -> Triple:
-        grads[1][0, 0, 0, 0] = torch.nan
+        grads[1][0, 0, 0, 0] = value
         return grads
 
     lying(monkeypatch, poison)
     found = cell(through="tc_volta", kernel="flash")
     assert found.verdict == "nonfinite"
     assert "dk is not finite" in found.verdict_reason
+
+
+def test_an_output_of_another_dtype_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wide(q: Tensor, k: Tensor, v: Tensor, **how: object) -> Tensor:
+        return TORCH_SDPA(q.float(), k.float(), v.float(), **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wide)
+    found = cell(dtype="fp16")
+    assert found.verdict == "mismatch"
+    assert "out has a wrong shape or dtype" in found.verdict_reason
 
 
 def test_another_kernel_than_asked_for_is_a_mismatch_though_its_values_are_right(
@@ -234,8 +247,19 @@ def test_the_command_refuses_bad_input_and_answers_good_input() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kernel", ["math", "efficient", "flash", "cudnn"])
-@pytest.mark.parametrize("through", ["torch", "tc_volta"])
-def test_on_a_gpu_what_is_accepted_ran_and_is_right(through: str, kernel: str, mask: str) -> None:
+def test_on_a_gpu_what_the_op_accepts_ran_and_is_right(kernel: str, mask: str) -> None:
+    on_a_gpu("tc_volta", kernel, mask)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("kernel", ["math", "efficient", "flash"])
+def test_on_a_gpu_what_torch_accepts_ran_and_is_right(kernel: str, mask: str) -> None:
+    on_a_gpu("torch", kernel, mask)
+
+
+def on_a_gpu(through: str, kernel: str, mask: str) -> None:
     found = cell("cuda", through=through, kernel=kernel, mask=mask, dtype="fp16", seqs="64 129")
     assert found.status in ("ok", "unsupported"), found.reason
     if found.status == "ok":

@@ -82,10 +82,10 @@ def _twice(axes: DeterminismAxes, task: Task) -> Result:
     losses: list[tuple[float, float]] = []
     for step in range(1, task.measure.steps + 1):
         left = _stepped(first, task.seed + step)
-        if step == 1 and axes.compile != "none":
-            compiled = look(
-                first.model, []
-            )  # now: the second model compiles anew, which counts as a recompile
+        if (
+            step == 1 and axes.compile != "none"
+        ):  # before the second model compiles, which counts as a recompile
+            compiled = look(first.model, [])
         right = _stepped(second, task.seed + step)
         found = found or difference(step, left, right, first.dtype)
         losses.append((float(left["loss"]), float(right["loss"])))
@@ -213,17 +213,21 @@ def _weights(training: Training) -> dict[str, Tensor]:
 
 
 def _facts(found: Difference | None, losses: list[tuple[float, float]], tensors: int) -> dict[str, Fact]:
-    return {
+    facts: dict[str, Fact] = {
         "steps": len(losses),
         "tensors": tensors,
-        "first_differing_step": found.step if found else None,
-        "first_differing_tensor": found.name if found else None,
-        "difference_over_rms": found.error if found else None,
         "tensors_that_differ": found.tensors if found else 0,
-        "worst_tensor": found.worst if found else None,
-        "worst_over_bar": found.times if found else None,
         "last_loss_difference": abs(losses[-1][1] - losses[-1][0]),
         "host_threads": torch.get_num_threads(),
         "cublas_workspace": os.environ.get(_CUBLAS[0], ""),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
+    if found:
+        facts |= {
+            "first_differing_step": found.step,
+            "first_differing_tensor": found.name,
+            "difference_over_rms": found.error,
+            "worst_tensor": found.worst,
+            "worst_over_bar": found.times,
+        }
+    return facts

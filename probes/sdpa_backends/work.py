@@ -39,8 +39,9 @@ class Found:
 
     @property
     def worst(self) -> tuple[float, str]:
-        """The largest error and its tensor; a NaN counts as infinite."""
-        return max((math.inf if math.isnan(error) else error, name) for name, error in self.errors.items())
+        """The largest error and its tensor; a NaN is largest."""
+        name = max(self.errors, key=lambda name: (math.isnan(self.errors[name]), _rank(self.errors[name])))
+        return self.errors[name], name
 
     def __str__(self) -> str:
         if self.refused:
@@ -68,10 +69,7 @@ def run(axes: SdpaAxes, task: Task) -> Result:
             "shapes": len(found),
             "refused": len(found) - len(taken),
             "bar": BARS[axes.dtype],
-            **{
-                f"{name}_error": max((one.errors[name] for one in taken if name in one.errors), default=None)
-                for name in NAMES
-            },
+            **_largest(taken),
             **facts,
         },
     )
@@ -81,15 +79,17 @@ def judge(axes: SdpaAxes, found: Sequence[Found]) -> tuple[Verdict, str]:
     """The verdict on all shapes, one at least accepted, and why: values first, then who computed them."""
     taken = [one for one in found if not one.refused]
     bar = BARS[axes.dtype]
-    worst = max(taken, key=lambda one: one.worst)
+    worst = max(taken, key=lambda one: (math.isnan(one.worst[0]), _rank(one.worst[0])))
     error, name = worst.worst
     what = f"{_words(axes, worst.shape)}: {name}"
-    if math.isinf(error):
-        return "nonfinite", f"{what} is not finite, or its shape or dtype is wrong; ran {worst.ran[0].ran}"
-    if error > bar:
-        wrong = sum(one.worst[0] > bar for one in taken)
-        reason = f"{what} is wrong: error {error:.2e}, the bar is {bar:.1e}; ran {worst.ran[0].ran}"
-        return "mismatch", f"{reason}; {wrong} of {len(taken)} shapes so"
+    if not error <= bar:
+        wrong = sum(not one.worst[0] <= bar for one in taken)
+        so = f"ran {worst.ran[0].ran}; {wrong} of {len(taken)} shapes so"
+        if math.isnan(error):
+            return "nonfinite", f"{what} is not finite; {so}"
+        if math.isinf(error):
+            return "mismatch", f"{what} has a wrong shape or dtype; {so}"
+        return "mismatch", f"{what} is wrong: error {error:.2e}, the bar is {bar:.1e}; {so}"
     for one in taken:
         if one.others:
             return "mismatch", f"{_words(axes, one.shape)}: asked for {axes.kernel}, {', '.join(one.others)}"
@@ -160,9 +160,24 @@ def _errors(axes: SdpaAxes, given: Inputs, got: Sequence[Tensor]) -> dict[str, f
 
 
 def _error(got: Tensor, want: Ruler, dtype: torch.dtype) -> float:
+    """Infinite for another shape or dtype, NaN where something is not finite."""
     if got.shape != want.value.shape or got.dtype != dtype:
         return math.inf
-    return float((got.double() - want.value).abs().max()) / want.scale
+    error = float((got.double() - want.value).abs().max()) / want.scale
+    return error if math.isfinite(error) else math.nan
+
+
+def _largest(taken: Sequence[Found]) -> dict[str, Fact]:
+    """The largest error of each tensor that was computed; a NaN is largest."""
+    found: dict[str, Fact] = {}
+    for name in NAMES:
+        if errors := [one.errors[name] for one in taken if name in one.errors]:
+            found[f"{name}_error"] = max(errors, key=_rank)
+    return found
+
+
+def _rank(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 def _report(axes: SdpaAxes, taken: Sequence[Found]) -> AttentionReport:
