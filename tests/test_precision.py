@@ -108,6 +108,23 @@ def test_a_planted_overflow_in_one_module_is_named(monkeypatch: pytest.MonkeyPat
     assert cell(precision="fp32").verdict == "ok"
 
 
+def test_a_planted_overflow_in_one_modules_backward_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planted(*given: object, **options: object) -> nn.Module:
+        model = build(*given, **options)  # type: ignore[arg-type]
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.zero_()  # its product is zero, so all is finite forward
+            model.model.layers[1].mlp.down_proj.weight.fill_(6e4)
+        return model
+
+    monkeypatch.setattr("probes.train_step.training.build", planted)
+    found = cell(precision="fp16", scale=2.0**16)
+    assert found.verdict == "caveat", found.verdict_reason
+    assert found.facts["first_overflow_forward"] == "none"
+    told = str(found.facts["first_overflow_backward"])
+    assert told.startswith("model.layers.1.mlp.down_proj: the gradient of its input"), told
+    assert f"(finite at {found.facts['finite_loss_scale']:,.0f})" in found.verdict_reason
+
+
 def test_a_checkpoint_whose_weights_do_not_fit_is_named(tmp_path: Path) -> None:
     model = build(TINY, device="cpu", dtype=torch.float32)
     with torch.no_grad():
@@ -143,6 +160,7 @@ def test_the_module_whose_backward_overflows_is_named() -> None:
             layer.bias.zero_()  # of an input of zeros all is zero: nothing overflows forward
 
     def backward() -> None:
+        model.zero_grad()
         model(torch.zeros(2, 8, dtype=torch.float16, requires_grad=True)).mul(64).sum().backward()
 
     told = first_nonfinite_gradient(model, backward)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 def first_nonfinite_gradient(model: nn.Module, backward: Callable[[], Any]) -> str:
     """The first module, in order of the backward, whose gradients have an inf or NaN; "" where all are finite.
 
-    backward: a forward and its backward on an uncompiled `model`. Looked at are modules with parameters of their
+    backward: a forward and its backward on an uncompiled `model` without gradients yet. Looked at are modules with parameters of their
     own: the gradient of the output (is the fault older?), of the input, and of each parameter. What overflows in
     between, in attention or in the loss, is named by the module that it arrives at, and said to have arrived.
     """

@@ -67,7 +67,7 @@ def _kept(found: Found) -> str:
     left = headroom(found.narrow.value, found.limit)
     return (
         f"|activation| kept in {found.dtype} {found.narrow.value:,.4g} in {found.narrow.where}, "
-        f"{left:.1f} powers of two below {found.limit:,.5g}"
+        f"{left:.2f} powers of two below {found.limit:,.5g}"
     )
 
 
