@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from harness.cells import Measure, Task
-from harness.rows import Result
+from harness.rows import AttentionReport, Result
 from probes import precision
 from probes.models.build import build
 from probes.models.outliers import CHANNELS
@@ -209,6 +209,8 @@ def test_a_compiled_model_is_held_against_eager_with_and_without_emulation() -> 
     assert found.verdict == "ok", found.verdict_reason
     assert 0 < float(found.facts["compiled_to_eager"] or 0) < 0.05
     assert isinstance(found.facts["emulation_moves_towards_eager"], bool)
+    assert found.compile is not None
+    assert (found.compile.graphs, found.compile.fallbacks) == (1, ())
 
 
 def test_distances_are_of_all_gradients_and_none_where_one_is_not_finite() -> None:
@@ -236,6 +238,19 @@ def test_torch_refuses_to_scale_fp16_parameters_and_so_do_we() -> None:
         scaler.step(torch.optim.AdamW([weight]))
 
 
+def test_a_row_says_which_attention_ran_and_another_one_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = cell(precision="fp16", attention="eager").attention
+    assert ran is not None
+    assert (ran.asked, ran.ran, ran.honoured) == ("eager", "math", True)
+    monkeypatch.setattr(
+        work,
+        "observe",
+        lambda asked, step, device: AttentionReport(asked=asked, ran="flash", honoured=False),
+    )
+    found = cell(precision="fp16", attention="eager")
+    assert (found.status, found.reason) == ("unsupported", "asked for eager attention, flash ran")
+
+
 def test_what_cannot_be_is_skipped_or_refused() -> None:
     assert "scales no loss" in precision.skip(PrecisionAxes(precision="amp-bf16", scale=2.0), "cpu")
     assert "is for CUDA" in precision.skip(PrecisionAxes(attention="xformers"), "cpu")
@@ -258,6 +273,10 @@ def test_the_verdict_is_the_worst_of_what_was_found() -> None:
     assert judge(found(forward="f", compiled=True))[0] == "caveat"
     assert judge(found(forward="f", compiled=True, compiled_bad="w"))[0] == "nonfinite"
     assert judge(found(compiled=True, compiled_bad="w"))[0] == "nonfinite"
+    assert judge(found(compiled=True, fallback="skipped frame")) == (
+        "caveat",
+        "compiled in part only: skipped frame; " + judge(found())[1],
+    )
     assert judge(found(updates=2, skipped=0, after="w"))[0] == "nonfinite"
     assert judge(found(dtype="bfloat16", limit=3.4e38, bf16="emulated (sm_70)"))[0] == "caveat"
     assert (headroom(FP16_MAX / 4, FP16_MAX), headroom(0.0, FP16_MAX)) == (2.0, math.inf)

@@ -27,6 +27,7 @@ class Found:
     finite_scale: float | None = None  # the first, halving, that leaves all gradients finite
     zero_gradients: tuple[str, ...] = ()  # parameters whose whole gradient is zero
     compiled: bool = False
+    fallback: str = ""  # what was asked to be compiled and ran eagerly
     compiled_bad: str = ""  # what of the compiled model is not finite
     updates: int = 0
     skipped: int | None = None  # of the updates, by GradScaler; None without one

@@ -50,6 +50,8 @@ def _doubts(found: Found) -> list[str]:
         words.append(f"less than {ENOUGH:g} powers of two are left in {found.dtype}")
     if found.attention == "eager" and headroom(found.scores.unscaled.value, found.limit) < ENOUGH:
         words.append(_score(found))
+    if found.fallback:
+        words.append(f"compiled in part only: {found.fallback}")
     if found.zero_gradients and found.dtype != "float32":
         names = found.zero_gradients
         words.append(f"{len(names)} parameters have a gradient of zeros alone, the first {names[0]}")
@@ -73,4 +75,5 @@ def _kept(found: Found) -> str:
 
 def _score(found: Found) -> str:
     unscaled, scaled = found.scores.unscaled, found.scores.scaled
-    return f"|QK^T| {unscaled.value:,.4g} unscaled, {scaled.value:,.4g} scaled, in {unscaled.where}"
+    beyond = f" (beyond {found.limit:,.5g})" if unscaled.value > found.limit else ""
+    return f"|QK^T| {unscaled.value:,.4g} unscaled{beyond}, {scaled.value:,.4g} scaled, in {unscaled.where}"

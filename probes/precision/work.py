@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 import tc_volta
 from cp_volta.overflow import first_nonfinite
 from harness.cells import Task
-from harness.rows import Fact, Result
+from harness.rows import AttentionReport, CompileReport, Fact, Result
 from probes.models.build import twin
 from probes.precision import PrecisionAxes, bf16, casts, reach
 from probes.precision.backward import first_nonfinite_gradient
 from probes.precision.found import Found, facts_of
 from probes.precision.judge import judge
+from probes.train_step.compiler_view import look
+from probes.train_step.evidence import observe
 from probes.train_step.memory import out_of_memory
 from probes.train_step.training import Training, implementation
 
@@ -41,7 +43,7 @@ class _Look:
 
     def __init__(self, axes: PrecisionAxes, task: Task) -> None:
         self.axes, self.device = axes, task.device
-        self.facts: dict[str, Fact] = casts.demonstrate(task.device) if axes.compile != "none" else {}
+        self.facts: dict[str, Fact] = {}
         self.training = Training(axes.step_axes(), task.device, task.seed)
         self.scaled = axes.precision == "amp-fp16"
         self.training.scaler = torch.amp.GradScaler(
@@ -60,6 +62,8 @@ class _Look:
         )
         self.losses: list[float] = []
         self.nulls: dict[str, str] = {}
+        self.attention: AttentionReport | None = None
+        self.compile: CompileReport | None = None
 
     def result(self) -> Result:
         """Everything that can be asked of the model; weights that are not finite end the questions."""
@@ -70,17 +74,22 @@ class _Look:
             if self.found.compiled:
                 self._compiled(scale, gradients)
             gradients.clear()
+            self.attention = observe(self.axes.attention, self._step_once, self.device)
             self._update()
-        verdict, reason = judge(self.found)
         facts, nulls = facts_of(self.found)
-        return Result(
-            verdict=verdict,
-            verdict_reason=reason,
-            tokens_per_step=self.axes.batch * self.axes.seq,
-            loss=tuple(self.losses),
-            facts=facts | self.facts,
-            nulls=nulls | self.nulls,
-        )
+        told: dict[str, Any] = {
+            "tokens_per_step": self.axes.batch * self.axes.seq,
+            "loss": tuple(self.losses),
+            "facts": facts | self.facts,
+            "nulls": nulls | self.nulls,
+            "attention": self.attention,
+            "compile": self.compile,
+        }
+        if self.attention is not None and not self.attention.honoured:
+            reason = f"asked for {self.attention.asked} attention, {self.attention.ran} ran"
+            return Result(status="unsupported", reason=reason, **told)
+        verdict, reason = judge(self.found)
+        return Result(verdict=verdict, verdict_reason=reason, **told)
 
     def _measure_reach(self) -> None:
         """Values in float32, of everything and of what the precision keeps in its narrow dtype."""
@@ -113,6 +122,8 @@ class _Look:
         """The compiled model's gradients against eager's, as it is and with the roundings emulated."""
         self._backward(self.training.model, scale)
         gradients = _taken(self.training.model)
+        self.compile = look(self.training.model, [])
+        self.found.fallback = "; ".join(self.compile.fallbacks)
         self.found.compiled_bad = _nonfinite(gradients)
         plain, emulated = casts.distance(gradients, eager), None
         if self.training.dtype != torch.float32:
@@ -125,7 +136,7 @@ class _Look:
             "emulated_to_eager": emulated,
             "emulation_moves_towards_eager": None if plain is None or emulated is None else emulated < plain,
         }
-        self.facts |= facts
+        self.facts |= facts | casts.demonstrate(self.device)
         narrow = self.training.dtype != torch.float32
         why = "a gradient is not finite" if narrow else "float32 has no casts to emulate"
         self.nulls |= {f"facts.{name}": why for name, value in facts.items() if value is None}
@@ -142,6 +153,10 @@ class _Look:
             self.found.skipped = skipped
         if self.axes.updates:
             self.found.after = _nonfinite(dict(self.training.model.named_parameters()))
+
+    def _step_once(self) -> None:
+        self._backward(self.training.model, 1.0)
+        _taken(self.training.model)
 
     def _backward(self, model: PreTrainedModel, scale: float) -> None:
         model.zero_grad(set_to_none=True)
