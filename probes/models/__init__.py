@@ -33,6 +33,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float = 1e-6
     max_positions: int = 32_768
     llama3_rope: bool = False
+    outliers: bool = False  # weights that make massive activations: probes.models.outliers
 
     @property
     def layer_parameters(self) -> int:
@@ -138,7 +139,14 @@ _ALL = (
     _tiny("llama", 12, hidden=96, head_dim=8),
 )
 
-PRESETS: dict[str, Preset] = {preset.name: preset for preset in _ALL}
+# The same shapes with weights as `probes.models.outliers` plants them.
+_OUTLIERS = tuple(
+    msgspec.structs.replace(preset, name=f"{preset.name}-outlier", outliers=True)
+    for preset in _ALL
+    if preset.name in ("tiny-qwen2-4h", "qwen2.5-0.5b", "qwen2.5-1.5b")
+)
+
+PRESETS: dict[str, Preset] = {preset.name: preset for preset in (*_ALL, *_OUTLIERS)}
 
 
 def is_path(model: str) -> bool:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from probes.models import PRESETS, Preset, checkpoint, is_path
+from probes.models.outliers import plant
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -66,6 +67,8 @@ def build(
         made.config.use_cache = False
     else:
         made = _random(config_of(PRESETS[model]), device, dtype, attention, seed)
+        if PRESETS[model].outliers:
+            plant(made)
     made.train()
     return made
 
