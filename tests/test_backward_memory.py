@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ from probes import backward_memory
 from probes.backward_memory import BackwardMemoryAxes, work
 from probes.backward_memory.saved import Saved, peak_above, saving
 from probes.train_step import training
-from tests.test_cp_probes import _task as task
+from tests.tasks import task
 
 
 class _Two(nn.Module):
@@ -63,7 +62,7 @@ def test_the_rise_sees_what_is_made_and_freed_inside() -> None:
 
 def cell(**axes: object) -> Result:
     chosen = {"model": "tiny-qwen2-4h", "seq": 64, "compile": "layers", **axes}
-    return work.run(msgspec.convert(chosen, BackwardMemoryAxes), task(Path(".")))
+    return work.run(msgspec.convert(chosen, BackwardMemoryAxes), task())
 
 
 def test_equal_steps_are_ok_and_a_step_that_hoards_is_a_caveat(monkeypatch: pytest.MonkeyPatch) -> None:

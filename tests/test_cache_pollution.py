@@ -14,7 +14,7 @@ import torch
 import torch._inductor.compile_fx  # as the fork server has, or each phase would import it
 from torch import Tensor
 
-from harness.cells import Measure, Task
+from harness.cells import Measure
 from harness.rows import Parity, Result
 from probes import cache_pollution
 from probes.cache_pollution import PollutionAxes, phase
@@ -23,6 +23,7 @@ from probes.cache_pollution.work import judge, run, state_changes
 from probes.compile_matrix.cases import Mlp
 from tests.conftest import rows_of
 from tests.dynamo_state import clean_dynamo  # noqa: F401
+from tests.tasks import task
 from tests.test_cli import harness
 
 pytestmark = pytest.mark.usefixtures("clean_dynamo")
@@ -36,18 +37,7 @@ def cell(tmp_path: Path) -> Cell:
 
     def run_one(device: str = "cpu", **axes: object) -> Result:
         chosen = msgspec.convert({"backend": "aot_eager", "seq": 8, "batch": 1, **axes}, PollutionAxes)
-        task = Task(
-            id="t",
-            work=cache_pollution.PROBE.work,
-            axes={},
-            device=device,  # type: ignore[arg-type]
-            measure=Measure(steps=2),
-            seed=0,
-            folder=str(tmp_path),
-            result_path="",
-            log_path="",
-        )
-        return run(chosen, task)
+        return run(chosen, task(device, measure=Measure(steps=2), folder=tmp_path))
 
     return run_one
 

@@ -12,7 +12,7 @@ import pytest
 from cp_volta import traffic
 from cp_volta.step import Shape
 from cp_volta.ways import Job, cost, prefer, ways
-from harness.cells import Task
+from harness.cells import Measure, Task
 from harness.rows import Result
 from probes import links
 from probes.collectives import CollectiveAxes
@@ -20,7 +20,7 @@ from probes.collectives import work as collectives
 from probes.cp_plan import CpPlanAxes
 from probes.cp_plan.work import run
 from probes.fit import shape_of
-from tests.test_cp_probes import _task as task
+from tests.tasks import task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 QWEN = shape_of("qwen2.5-1.5b")  # 12 query heads, 2 key/value heads
@@ -32,7 +32,7 @@ def plan(**axes: object) -> Result:
 
 
 def _anywhere() -> Task:
-    return task(Path("."))
+    return task()
 
 
 def _job(seq: int, ranks: int, shape: Shape = QWEN) -> Job:
@@ -153,7 +153,7 @@ def test_links_are_read_from_the_driver() -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_a_collective_is_right_and_timed(tmp_path: Path, kind: str, dtype: str) -> None:
     axes = msgspec.convert({"kind": kind, "cp_size": 3, "mib": 0.01, "dtype": dtype}, CollectiveAxes)
-    found = collectives.run(axes, task(tmp_path))
+    found = collectives.run(axes, task(measure=Measure(steps=2), folder=tmp_path))
     assert found.verdict == "ok", found.verdict_reason
     assert found.facts["gb_s_sent_by_each_rank"] > 0  # type: ignore[operator]
     assert found.facts["fastest_s"] <= found.facts["slowest_s"]  # type: ignore[operator]
@@ -173,6 +173,6 @@ def test_one_wrong_element_on_one_rank_is_a_mismatch_by_name(
 
     monkeypatch.setitem(collectives.CALLS, kind, off)
     axes = msgspec.convert({"kind": kind, "mib": 0.01}, CollectiveAxes)
-    found = collectives.run(axes, task(tmp_path))
+    found = collectives.run(axes, task(measure=Measure(steps=2), folder=tmp_path))
     assert found.verdict == "mismatch"
     assert "1 elements are wrong; rank 1: element 7 is" in found.verdict_reason

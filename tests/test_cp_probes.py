@@ -23,6 +23,7 @@ from probes.cp_step import CpStepAxes
 from probes.cp_step.exposed import merged, uncovered
 from probes.cp_step.work import run as run_step
 from reports import details
+from tests.tasks import task
 from tests.test_reports_groups import only
 from tests.test_reports_sample import row
 
@@ -30,18 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:De
 SMALL = {"seq": 64, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
-def _task(folder: Path, **measure: Any) -> Task:
-    return Task(
-        id="t",
-        work="",
-        axes={},
-        device="cpu",
-        measure=Measure(**{"steps": 1, "warmup_steps": 0, "timeout_s": 60, **measure}),
-        seed=0,
-        folder=str(folder),
-        result_path="",
-        log_path="",
-    )
+def _task(folder: Path) -> Task:
+    return task(measure=Measure(steps=1, warmup_steps=0, timeout_s=60), folder=folder)
 
 
 def parity(folder: Path, **axes: object) -> Result:

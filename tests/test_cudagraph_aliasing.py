@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
@@ -12,15 +10,14 @@ from harness.rows import Result
 from probes import cudagraph_aliasing
 from probes.cudagraph_aliasing import AliasingAxes, work
 from tests.dynamo_state import clean_dynamo  # noqa: F401
-from tests.test_cp_probes import _task as task
+from tests.tasks import task
 
 pytestmark = pytest.mark.usefixtures("clean_dynamo")
 STOLEN = ("accumulate", "accumulate-marked", "accumulate-zeroed", "held-grads", "held-outputs")
 
 
 def cell(device: str = "cpu", **axes: object) -> Result:
-    order = msgspec.structs.replace(task(Path(".")), device=device)
-    return work.run(msgspec.convert({"memory": "static", **axes}, AliasingAxes), order)
+    return work.run(msgspec.convert({"memory": "static", **axes}, AliasingAxes), task(device))
 
 
 @pytest.mark.parametrize("scenario", STOLEN)

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen2 import modeling_qwen2
 
-from harness.cells import Measure, Task
+from harness.cells import Measure
 from harness.rows import CompileReport, Result
 from probes import determinism
 from probes.determinism import DeterminismAxes, work
 from probes.determinism.work import judge, run, same_bits
 from probes.train_step import training
 from tests.dynamo_state import clean_dynamo  # noqa: F401
+from tests.tasks import task
 from tests.test_cli import harness
 
 pytestmark = pytest.mark.usefixtures("clean_dynamo")
@@ -29,18 +30,7 @@ CALLS_OF_A_STEP = 2 * 2  # two layers, two trainings
 
 def cell(*, steps: int = 2, device: str = "cpu", **axes: object) -> Result:
     chosen = msgspec.convert({"seq": 16, "batch": 1, **axes}, DeterminismAxes)
-    task = Task(
-        id="t",
-        work=determinism.PROBE.work,
-        axes={},
-        device=device,  # type: ignore[arg-type]
-        measure=Measure(steps=steps),
-        seed=0,
-        folder="",
-        result_path="",
-        log_path="",
-    )
-    return run(chosen, task)
+    return run(chosen, task(device, measure=Measure(steps=steps)))
 
 
 @pytest.fixture

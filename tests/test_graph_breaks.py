@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen2 import modeling_qwen2
 
-from harness.cells import Measure, Task
+from harness.cells import Measure
 from harness.rows import Result
 from probes import graph_breaks
 from probes.dynamo_watch import Cause, Recompile, short_path
 from probes.graph_breaks import BreakAxes
 from probes.graph_breaks.work import judge, run
 from tests.dynamo_state import clean_dynamo  # noqa: F401
+from tests.tasks import task
 from tests.test_cli import harness
 
 pytestmark = pytest.mark.usefixtures("clean_dynamo")
@@ -23,18 +24,7 @@ STOCK = modeling_qwen2.Qwen2MLP.forward
 
 def cell(*, steps: int = 3, device: str = "cpu", **axes: object) -> Result:
     chosen = msgspec.convert({"compile": "layers", "seq": 8, "batch": 1, **axes}, BreakAxes)
-    task = Task(
-        id="t",
-        work=graph_breaks.PROBE.work,
-        axes={},
-        device=device,  # type: ignore[arg-type]
-        measure=Measure(steps=steps),
-        seed=0,
-        folder="",
-        result_path="",
-        log_path="",
-    )
-    return run(chosen, task)
+    return run(chosen, task(device, measure=Measure(steps=steps)))
 
 
 def breaking(self: nn.Module, x: Tensor) -> Tensor:

@@ -12,14 +12,15 @@ import msgspec
 import pytest
 
 from harness import torchrun
+from harness.cells import Measure
 from harness.errors import HarnessError
 from harness.rows import Result
 from probes import ranks
 from probes.cp_parity import CpParityAxes
 from tests.conftest import ROOT, rows_of
 from tests.ranks import dies, raises
+from tests.tasks import task
 from tests.test_cli import harness
-from tests.test_cp_probes import _task as task
 
 SUITE = """
 schema = 1
@@ -96,7 +97,7 @@ def test_a_lost_rank_is_named_under_torchrun_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[int], int], status: str, reason: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    order = msgspec.structs.replace(task(tmp_path, timeout_s=60), launcher="torchrun")
+    order = msgspec.structs.replace(task(measure=Measure(timeout_s=60), folder=tmp_path), launcher="torchrun")
     found = ranks.result(work, 2, (), axes=CpParityAxes(), task=order)
     assert isinstance(found, Result)
     assert found.status == status

@@ -10,7 +10,7 @@ import torch
 
 from harness import expectations, handing_on
 from harness import suite as suites
-from harness.cells import Measure, Task
+from harness.cells import Measure
 from harness.errors import HarnessError
 from harness.rows import Result, Row
 from probes.compile_matrix import PROBE, MatrixAxes
@@ -20,6 +20,7 @@ from probes.compile_matrix.work import run
 from probes.table import table
 from reports import matrix, verdicts
 from tests.conftest import Ran
+from tests.tasks import task
 from tests.test_cli import harness
 
 HEAD = 'schema = 1\ntitle = "t"\nprobe = "compile-matrix"\ndevice = "cpu"\n'
@@ -29,18 +30,7 @@ def cell(*, steps: int = 2, check: bool = True, **axes: object) -> Result:
     """One cell in this process, without code generation unless it is asked for."""
     chosen = {"model": "mlp", "backend": "aot_eager_decomp_partition", "seq": 8, "batch": 1, **axes}
     measure = Measure(steps=steps, check=check)
-    task = Task(
-        id="t",
-        work=PROBE.work,
-        axes={},
-        device="cpu",
-        measure=measure,
-        seed=0,
-        folder="",
-        result_path="",
-        log_path="",
-    )
-    return run(msgspec.convert(chosen, MatrixAxes), task)
+    return run(msgspec.convert(chosen, MatrixAxes), task(measure=measure))
 
 
 @pytest.mark.parametrize("model", ["mlp", "layer", "lm"])
@@ -215,18 +205,7 @@ def test_what_a_probe_cannot_do_is_one_message(arguments: tuple[str, ...], messa
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_on_a_gpu_a_mode_is_right_or_says_why_not(mode: str) -> None:
     axes = MatrixAxes(model="lm", mode=mode, dtype="fp16")  # type: ignore[arg-type]
-    task = Task(
-        id="t",
-        work=PROBE.work,
-        axes={},
-        device="cuda",
-        measure=Measure(steps=3),
-        seed=0,
-        folder="",
-        result_path="",
-        log_path="",
-    )
-    found = run(axes, task)
+    found = run(axes, task("cuda", measure=Measure(steps=3)))
     assert found.status in ("ok", "unsupported"), found.reason
     if found.status == "ok":
         assert found.verdict in ("ok", "caveat"), found.verdict_reason

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from harness.cells import Measure, Task
 from harness.rows import AttentionReport, Result
 from probes import precision
 from probes.models.build import build
@@ -22,6 +21,7 @@ from probes.precision.judge import judge
 from probes.precision.reach import Largest
 from probes.text import tokens
 from tests.dynamo_state import clean_dynamo  # noqa: F401
+from tests.tasks import task
 from tests.test_cli import harness
 
 pytestmark = pytest.mark.usefixtures("clean_dynamo")
@@ -31,18 +31,7 @@ FP16_MAX = 65_504.0
 
 def cell(*, device: str = "cpu", **axes: object) -> Result:
     chosen = msgspec.convert({"seq": 64, **axes}, PrecisionAxes)
-    task = Task(
-        id="t",
-        work=precision.PROBE.work,
-        axes={},
-        device=device,  # type: ignore[arg-type]
-        measure=Measure(),
-        seed=0,
-        folder="",
-        result_path="",
-        log_path="",
-    )
-    return work.run(chosen, task)
+    return work.run(chosen, task(device))
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "amp-fp16", "amp-bf16"])

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.cells import Measure, Task
 from harness.rows import Result
 from probes import sdpa_backends
 from probes.sdpa_backends import SdpaAxes, Shape, work
@@ -20,6 +19,7 @@ from probes.sdpa_backends.calls import inputs, reference
 from probes.sdpa_backends.work import run
 from tc_volta.kernels import KERNELS
 from tc_volta.record import Pair, Saved, Triple
+from tests.tasks import task
 from tests.test_cli import harness
 
 MASKS = ("none", "causal", "padding", "additive", "blind")
@@ -28,18 +28,7 @@ TORCH_SDPA = F.scaled_dot_product_attention
 
 def cell(device: str = "cpu", seed: int = 0, **axes: object) -> Result:
     sizes = {"kv_heads": "4 2", "head_dims": "16 64", "seqs": "2 33"}
-    task = Task(
-        id="t",
-        work=sdpa_backends.PROBE.work,
-        axes={},
-        device=device,  # type: ignore[arg-type]
-        measure=Measure(),
-        seed=seed,
-        folder="",
-        result_path="",
-        log_path="",
-    )
-    return run(msgspec.convert(sizes | axes, SdpaAxes), task)
+    return run(msgspec.convert(sizes | axes, SdpaAxes), task(device, seed=seed))
 
 
 @pytest.mark.parametrize("mask", MASKS)

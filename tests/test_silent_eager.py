@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 import tc_volta
-from harness.cells import Measure, Task
+from harness.cells import Measure
 from harness.rows import Result
 from probes import silent_eager
 from probes.dynamo_watch import Cause, watching
@@ -22,6 +22,7 @@ from probes.silent_eager.scenarios import FromCpu, Mutating, Plain, provoked
 from probes.silent_eager.work import gather, run
 from probes.train_step.compiler_view import cudagraph_skips
 from tests.dynamo_state import clean_dynamo  # noqa: F401
+from tests.tasks import task
 from tests.test_cli import harness
 
 ALL = Ran(asked=2, compiled=2, eager={}, graph_launches=0)
@@ -32,18 +33,7 @@ pytestmark = pytest.mark.usefixtures("clean_dynamo")
 
 def cell(device: str = "cpu", **axes: object) -> Result:
     chosen = msgspec.convert(axes, SilentAxes)
-    task = Task(
-        id="t",
-        work=silent_eager.PROBE.work,
-        axes={},
-        device=device,  # type: ignore[arg-type]
-        measure=Measure(steps=3),
-        seed=0,
-        folder="",
-        result_path="",
-        log_path="",
-    )
-    return run(chosen, task)
+    return run(chosen, task(device, measure=Measure(steps=3)))
 
 
 DYNAMO = {

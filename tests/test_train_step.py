@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cells import Measure, Task
+from harness.cells import Measure
 from harness.rows import Result
 from probes.models import PRESETS
 from probes.train_step import PROBE, TrainStepAxes, work
@@ -22,6 +22,7 @@ from probes.train_step import training as training_module
 from probes.train_step.work import run
 from tc_volta import KERNELS, Unsupported
 from tests.conftest import ROOT
+from tests.tasks import task
 
 
 @pytest.fixture(autouse=True)
@@ -39,21 +40,7 @@ def cell(
     """One cell in this process, on a CPU."""
     chosen = msgspec.convert({"model": "tiny-qwen2-4h", "seq": 32, **axes}, TrainStepAxes)
     measure = Measure(steps=steps, warmup_steps=warmup_steps, check=check)
-    return run(chosen, _task(measure, seed))
-
-
-def _task(measure: Measure, seed: int = 0) -> Task:
-    return Task(
-        id="t",
-        work=PROBE.work,
-        axes={},
-        device="cpu",
-        measure=measure,
-        seed=seed,
-        folder="",
-        result_path="",
-        log_path="",
-    )
+    return run(chosen, task(measure=measure, seed=seed))
 
 
 def test_the_declaration_imports_no_torch() -> None:

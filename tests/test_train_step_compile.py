@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
 import tc_volta
-from harness.cells import Measure, Task
+from harness.cells import Measure
 from harness.rows import Result
-from probes.train_step import PROBE, TrainStepAxes, compiler_view
+from probes.train_step import TrainStepAxes, compiler_view
 from probes.train_step import training as training_module
 from probes.train_step.work import run
 from tests.dynamo_state import clean_dynamo  # noqa: F401
+from tests.tasks import task
 
 pytestmark = pytest.mark.usefixtures("clean_dynamo")
 
@@ -139,18 +140,7 @@ def test_private_names_of_torch_are_there() -> None:
 def cell(compile: str) -> Result:
     """One cell in this process, on a CPU."""
     axes = TrainStepAxes(model="tiny-qwen2-4h", seq=32, attention="flash", compile=compile)  # type: ignore[arg-type]
-    task = Task(
-        id="t",
-        work=PROBE.work,
-        axes={},
-        device="cpu",
-        measure=Measure(steps=2, warmup_steps=0),
-        seed=0,
-        folder="",
-        result_path="",
-        log_path="",
-    )
-    return run(axes, task)
+    return run(axes, task(measure=Measure(steps=2, warmup_steps=0)))
 
 
 @pytest.mark.parametrize(("compile", "graphs"), [("mlp", 1), ("layers", 1), ("model", 1)])
