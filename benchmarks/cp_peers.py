@@ -183,7 +183,10 @@ def main(
     for way in WAYS:
         with tempfile.TemporaryDirectory() as folder:
             args = (way, axes, steps)
-            found = ranks.run(_rank, size, args, folder=Path(folder), backend="gloo", timeout_s=300)
+            crew = ranks.Crew(
+                work=_rank, size=size, args=args, folder=Path(folder), backend="gloo", timeout_s=300
+            )
+            found = ranks.run(crew)
         table.add_row(*_line(way, found, want))
     print(f"12 query and {kv_heads} key/value heads of 64, {seq:,} tokens on {size} ranks of one CPU")
     Console(width=130).print(table)

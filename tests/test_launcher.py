@@ -102,3 +102,11 @@ def test_a_lost_rank_is_named_under_torchrun_too(
     assert isinstance(found, Result)
     assert found.status == status
     assert reason in found.reason
+
+
+def test_ranks_that_no_two_nodes_share_evenly_are_unsupported(tmp_path: Path) -> None:
+    two = "torchrun --nnodes=2 --rdzv-endpoint=localhost:1"
+    order = msgspec.structs.replace(task(folder=tmp_path), launcher=two)
+    found = ranks.result(dies, 3, (), axes=CpParityAxes(cp_size=3), task=order)
+    assert isinstance(found, Result)
+    assert (found.status, found.reason) == ("unsupported", "3 ranks do not divide over 2 nodes")
