@@ -1,8 +1,16 @@
-"""How much memory does a compiled step take beside an eager one, over the length, and what are the bytes?
+"""Does a compiled training step take more memory than an eager one, and which tensors are the difference?
 
-Declared here without torch. Axes: as of train-step, and
+Declared here without torch. One cell takes the same step eagerly and compiled, with every allocation recorded, at `seq`
+and at half of it; tells what lived at the peak (saved for backward, gradients, logits, temporaries), by name; and holds
+loss and gradients of the compiled step to eager and to float64. Axes:
 
-compile     what is compiled: mlp (of each layer), layers (each alone), model (whole)
+model           a preset of probes.models, or the path of a checkpoint folder (with a slash in it)
+compile         what tc_volta compiles: mlp (of each layer), layers (each alone), model (whole). none: eager once more,
+                the control
+mode            Inductor's mode
+checkpointing   each decoder layer is computed again in backward
+attention, dtype, precision   as of train-step
+seq, batch      tokens of a sequence, sequences of a batch
 """
 
 from __future__ import annotations
@@ -12,56 +20,55 @@ from typing import Annotated, Literal
 import msgspec
 
 from harness.cells import Axes, Device, Measure, Probe
-from probes.models import check_name, shape_of, train_flops
-from probes.train_step import CUDA_KERNELS, CUDAGRAPH_MODES
-from probes.train_step import PROBE as TRAIN_STEP
+from probes import train_step
+from probes.train_step import TrainStepAxes
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class BackwardMemoryAxes(Axes, frozen=True, kw_only=True):
-    """One step, compiled and eager; see the module."""
+    """One step, twice; see the module."""
 
-    model: str
-    compile: Literal["mlp", "layers", "model"] = "layers"
+    model: str = "tiny-qwen2-4h"
+    compile: Literal["none", "mlp", "layers", "model"] = "layers"
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    checkpointing: bool = False
     attention: Literal["eager", "sdpa", "math", "efficient", "xformers", "flash", "cudnn"] = "sdpa"
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    seq: Annotated[int, msgspec.Meta(ge=2)] = 256
-    batch: Annotated[int, msgspec.Meta(ge=1)] = 1
-    checkpointing: bool = False
+    precision: Literal["plain", "amp"] = "plain"
+    seq: Annotated[int, msgspec.Meta(ge=4)] = 512
+    batch: Positive = 1
+
+    def step_axes(self) -> TrainStepAxes:
+        """The training step that these axes name. Raises ValueError for an unknown model."""
+        return TrainStepAxes(**msgspec.structs.asdict(self))
 
     def __post_init__(self) -> None:
-        check_name(self.model)
+        self.step_axes()
 
 
-def _skip(axes: Axes, device: Device) -> str:
+def skip(axes: Axes, device: Device) -> str:
+    """Combinations that make no sense, with the reason."""
     assert isinstance(axes, BackwardMemoryAxes)
-    if device == "cpu" and axes.attention in CUDA_KERNELS:
-        return f"the {axes.attention} kernel is for CUDA"
-    if device == "cpu" and axes.mode in CUDAGRAPH_MODES:
-        return f"{axes.mode} means cudagraphs, which are for CUDA"
-    return ""
+    return train_step.PROBE.skip(axes.step_axes(), device)
 
 
 def _estimate_s(axes: Axes, device: Device, measure: Measure) -> float:
     assert isinstance(axes, BackwardMemoryAxes)
-    shape = shape_of(axes.model)
-    if shape is None:
-        return 60.0
-    rate = 3e10 if device == "cpu" else 1e14
-    return 10.0 + 12 * train_flops(shape, axes.batch, axes.seq) / rate
+    return 3.0 + 2 * train_step.PROBE.estimate_s(axes.step_axes(), device, measure)
 
 
 PROBE = Probe(
     name="backward-memory",
-    question="How much memory does a compiled step take beside an eager one, and what are the bytes?",
+    question="Does a compiled step take more memory than an eager one, and which tensors are the difference?",
     axes=BackwardMemoryAxes,
     work="probes.backward_memory.work:run",
     timed=False,
-    preload=(*TRAIN_STEP.preload[:-1], "probes.backward_memory.work"),
-    ignores=("warmup_steps", "steps", "check", "cache"),
-    prepare=TRAIN_STEP.prepare,
-    needs_prepare=TRAIN_STEP.needs_prepare,
-    sources=("probes.backward_memory", "probes.step_memory", *TRAIN_STEP.sources),
-    skip=_skip,
+    preload=(*train_step.PROBE.preload, "probes.backward_memory.work"),
+    prepare="probes.inductor_once:prepare",
+    needs_prepare=train_step.PROBE.needs_prepare,
+    ignores=("warmup_steps", "steps"),
+    sources=(*train_step.PROBE.sources, "probes.backward_memory"),
+    skip=skip,
     estimate_s=_estimate_s,
 )
