@@ -1,7 +1,7 @@
 """A group: the points that one table and one plot show together, and how a point is called among them.
 
-Generic over probes: axes are a plain mapping. Axes that change what is trained split the tables; `seq` is
-the x axis; the other axes that vary make up the mode.
+Generic over probes: axes are a plain mapping. Axes that change what is trained split the tables; the number of ranks,
+or else `seq`, is the x axis; the other axes that vary make up the mode.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from reports.text import NONE, fact, ratio
 
 K = TypeVar("K", bound=Hashable)
 X = "seq"
+RANKS = "cp_size"
 _SMALL = 3  # points that are fewer than this make no table of their own
 SPLIT = ("model", "dtype", "precision", "step", "optimizer", "batch")
-_PLAIN = ("attention", "mode", "model", "dtype", "fault")  # values that need no axis name beside them
+_PLAIN = ("attention", "mode", "model", "dtype", "fault", "step")  # values that need no axis name beside them
 _BASELINES: dict[str, tuple[Fact, ...]] = {"attention": ("math", "eager"), "compile": ("none",)}
 
 
@@ -31,7 +32,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     device_name: str
     fixed: dict[str, Fact]  # axes with one value here
-    x: str  # "seq" where it varies, else ""
+    x: str  # "cp_size" where it varies, else "seq" where that does, else ""
     mode_axes: tuple[str, ...]
     points: tuple[Point, ...]
     baseline: dict[str, Fact]  # mode axes of the points that ratios refer to
@@ -129,8 +130,8 @@ def _group(
     probe: str, device: str, name: str, some: list[Point], rank: Ranks, wanted: list[dict[str, Fact]]
 ) -> Group:
     vary = varying(some)
-    mode_axes = tuple(axis for axis in vary if axis != X)
-    x = X if X in vary else ""
+    x = next((axis for axis in (RANKS, X) if axis in vary), "")
+    mode_axes = tuple(axis for axis in vary if axis != x)
     order = (*mode_axes, *([x] if x else []))
     return Group(
         probe=probe,
@@ -140,17 +141,17 @@ def _group(
         x=x,
         mode_axes=mode_axes,
         points=tuple(sorted(some, key=lambda p: rank.key(p.axes, order))),
-        baseline=_baseline(some, mode_axes, rank, wanted),
+        baseline=_baseline(some, mode_axes, x, rank, wanted),
     )
 
 
 def _baseline(
-    some: list[Point], mode_axes: tuple[str, ...], rank: Ranks, wanted: list[dict[str, Fact]]
+    some: list[Point], mode_axes: tuple[str, ...], x: str, rank: Ranks, wanted: list[dict[str, Fact]]
 ) -> dict[str, Fact]:
     """run.json's baseline where this group has it; else math or eager, not compiled; else the first mode."""
     axes = [axis for axis in mode_axes if axis != RUN]
     for mapping in wanted:
-        chosen = {axis: value for axis, value in mapping.items() if axis in axes}
+        chosen = {axis: value for axis, value in mapping.items() if axis in (*axes, x)}
         if chosen and any(_has(point, chosen) for point in some):
             return chosen
     usual = {

@@ -9,7 +9,7 @@ import msgspec
 
 from reports import details, matrix, outcomes, tables
 from reports.answers import Answer, answers
-from reports.groups import Group, groups, label, varying
+from reports.groups import RANKS, Group, groups, label, varying
 from reports.load import Run
 from reports.points import Point, labels, points
 from reports.run_facts import facts, warnings
@@ -139,7 +139,8 @@ def _caption(group: Group) -> tuple[str, ...]:
     lines += [said] if (said := matrix.label(group.probe)) else []
     if group.timed and group.mode_axes and any(group.against(p) for p in group.points):
         base = label(group.baseline)
-        lines.append(f"Speed and memory are ratios to {base}{' at the same seq' if group.x else ''}.")
+        same = f" at the same {group.x}" if group.x and group.x not in group.baseline else ""
+        lines.append(f"Speed and memory are ratios to {base}{same}.")
     flops = any(row.flops_per_step for p in group.points for row in p.rows)
     if flops and not any(p.mfu is not None for p in group.points):
         lines.append(f"MFU: n/a, the peak FLOP/s of {group.device_name} at this dtype is not known.")
@@ -149,7 +150,7 @@ def _caption(group: Group) -> tuple[str, ...]:
 def _pictures(group: Group, number: int) -> tuple[Picture, ...]:
     if not any(point.tokens_per_s for point in group.points):
         return ()
-    over = " over sequence length" if group.x else ""
+    over = {"": "", RANKS: " over ranks"}.get(group.x, " over sequence length")
     kinds: tuple[tuple[Kind, str], ...] = (("speed", "tokens/s"), ("memory", "peak memory"))
     shown = [k for k in kinds if k[0] == "speed" or any(point.peak_bytes for point in group.points)]
     return tuple(

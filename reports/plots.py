@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from harness.rows import Fact
-from reports.groups import Group, label
+from reports.groups import RANKS, Group, label
 from reports.points import Point
 from reports.text import one_line, significant
 
@@ -207,7 +207,7 @@ def _outer_labels(axes: Sequence[Axes], panels: int, columns: int, x: str) -> No
         if i >= panels:
             ax.remove()
         elif i + columns >= panels:
-            ax.set_xlabel(f"{x}, tokens")
+            ax.set_xlabel("ranks" if x == RANKS else f"{x}, tokens")
             ax.tick_params(labelbottom=True)
 
 

@@ -52,7 +52,11 @@ def speed(group: Group) -> Table:
     for point in (p for some in group.modes().values() for p in some):
         line = _Line(group, point, doubts(point), notes)
         rows.append(tuple(cell(line) for _, cell in columns))
-    named = {"mode": group.head, "peak GiB": "peak RSS GiB" if group.device == "cpu" else "peak GiB"}
+    named = {
+        "mode": group.head,
+        "seq": group.x,
+        "peak GiB": "peak RSS GiB" if group.device == "cpu" else "peak GiB",
+    }
     heads = tuple(Column(named.get(c.name, c.name), c.numeric) for c, _ in columns)
     return Table(columns=heads, rows=tuple(rows), notes=notes.lines())
 

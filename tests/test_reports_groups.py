@@ -98,3 +98,22 @@ def test_replicates_are_one_point_with_the_median_of_their_medians() -> None:
 def test_runs_with_the_same_name_and_day_are_told_apart() -> None:
     found = points([run(row()), run(row())])
     assert [p.axes["run"] for p in found] == ["2026-01-02 03:04 #1", "2026-01-02 03:04 #2"]
+
+
+def test_ranks_are_the_x_axis_where_they_vary_and_ratios_are_to_one_rank() -> None:
+    def cell(mode: str, size: int, seq: int, tok_s: float) -> Row:
+        return row(tok_s=tok_s, probe="cp-step", seq=seq, more={"mode": mode, "cp_size": size})
+
+    group = only(
+        cell("none", 1, 1024, 100),
+        cell("ring", 2, 1024, 150),
+        cell("ring", 4, 1024, 200),
+        cell("none", 1, 2048, 50),
+        cell("ring", 2, 2048, 90),
+        baseline={"mode": "none", "cp_size": 1},
+    )
+    assert (group.x, group.baseline) == ("cp_size", {"mode": "none", "cp_size": 1})
+    ratios = {(p.axes["cp_size"], p.axes["seq"]): group.relative(p, "tokens_per_s") for p in group.points}
+    assert ratios[4, 1024] == "2.00x"
+    assert ratios[2, 2048] == "1.80x"
+    assert ratios[1, 2048] == "baseline"
