@@ -75,11 +75,11 @@ def _lines(group: Group, kind: str) -> Figure:
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     columns = min(2 if len(panels) == 4 else 3, len(panels))
     rows = -(-len(panels) // columns)
-    legend_rows = -(-len(names) // 4)
     if len(panels) == 1:
         size = (7.6, max(4.2, 0.21 * len(names) + 0.5))
     else:
-        size = (max(7.6, 3.2 * columns + 0.6), 2.7 * rows + 0.3 + 0.22 * legend_rows)
+        wide = max(7.6, 3.2 * columns + 0.6)
+        size = (wide, 2.7 * rows + 0.3 + 0.22 * -(-len(names) // _legend_columns(names, wide)))
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     axes: list[Axes] = list(grid.flat)
@@ -211,16 +211,25 @@ def _outer_labels(axes: Sequence[Axes], panels: int, columns: int, x: str) -> No
             ax.tick_params(labelbottom=True)
 
 
+def _legend_word(name: str) -> str:
+    return one_line(name, 44)
+
+
+def _legend_columns(names: Sequence[str], inches: float) -> int:
+    """How many names stand beside each other in a figure of this width."""
+    longest = max(len(_legend_word(name)) for name in names) + 9  # with the line drawn before it
+    return max(1, min(len(names), int(12.5 * inches / longest)))
+
+
 def _legend(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> None:
     found = {
         name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)
     }
     shown = [name for name in (*names, _WRONG) if name in found]
-    words = [one_line(name, 44) for name in shown]
+    words = [_legend_word(name) for name in shown]
     place: dict[str, Any] = {"loc": "outside right upper"}
     if len(axes) > 1:
-        wide = max(len(word) for word in words) + 9  # with the line drawn before it
-        place = {"loc": "outside lower center", "ncols": max(1, min(len(words), 92 // wide))}
+        place = {"loc": "outside lower center", "ncols": _legend_columns(shown, figure.get_figwidth())}
     figure.legend([found[name] for name in shown], words, frameon=False, handlelength=3.2, **place)
 
 
