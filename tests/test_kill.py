@@ -28,6 +28,12 @@ sys.exit(outcome.exit_code)
 """
 
 
+def _heed() -> None:
+    """A job in the background ignores SIGINT, under nohup SIGHUP too, and its children with it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def _start(tmp_path: Path, toml: str) -> subprocess.Popen[str]:
     file = tmp_path / "kill.toml"
     file.write_text(HEAD + toml)
@@ -38,9 +44,7 @@ def _start(tmp_path: Path, toml: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),  # a job in the background ignores it
+        preexec_fn=_heed,
         start_new_session=True,
     )
 

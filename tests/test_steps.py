@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probes.parity.steps import Recorded, Schedule, differences, record, reference, verdicts
+from probes.parity.steps import Recorded, Schedule, differences, record, reference, same_bits, verdicts
 
 STEPS = Schedule(steps=2)
 
@@ -85,3 +85,21 @@ def test_batches_must_fit_the_schedule() -> None:
     module = Normed()
     with pytest.raises(ValueError, match="1 batches; the schedule takes 4"):
         record(module, module, [(torch.ones(2, 8),)], Schedule(steps=2, accumulate=2))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([float("nan")], [0.0]),
+        ([float("inf")], [torch.finfo(torch.float32).max]),
+        ([0.0], [-0.0]),
+        ([1.0, 2.0], [1.0]),
+    ],
+)
+def test_bits_are_compared_and_nothing_else(one: list[float], other: list[float]) -> None:
+    """Compared after nan_to_num, a NaN was the same as a zero."""
+    a, b = torch.tensor(one), torch.tensor(other)
+    assert not same_bits(a, b)
+    assert same_bits(a, a.clone())
+    assert not same_bits(a, a.double())
+    assert not same_bits(a, None)

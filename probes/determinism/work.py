@@ -17,6 +17,7 @@ from harness.cells import Task
 from harness.rows import CompileReport, Fact, Result, Verdict
 from probes.determinism import DeterminismAxes
 from probes.parity.bars import NOISY, UNIT_ROUNDOFF
+from probes.parity.steps import same_bits
 from probes.train_step.compiler_view import look
 from probes.train_step.evidence import observe
 from probes.train_step.training import Training
@@ -162,13 +163,6 @@ def worst(first: Left, second: Left, differing: Sequence[str], dtype: torch.dtyp
         allowed = max(bar * _rms(first.get(name)), least)
         times[name] = _ratio(_distance(first.get(name), second.get(name)), allowed)
     return max(times.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
-
-
-def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    """Shape, dtype and every bit: 0 and -0 differ, and a NaN is itself. False where one is missing."""
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _distance(a: Tensor | None, b: Tensor | None) -> float:

@@ -129,11 +129,7 @@ def reference(
 def differences(first: Recorded, second: Recorded) -> list[str]:
     """Names whose bits differ between two runs of the same thing, a NaN being equal to itself."""
     one, two = {**first.outputs, **first.gradients}, {**second.outputs, **second.gradients}
-    return [
-        name
-        for name in dict.fromkeys([*one, *two])
-        if name not in one or name not in two or not _same(one[name], two[name])
-    ]
+    return [name for name in dict.fromkeys([*one, *two]) if not same_bits(one.get(name), two.get(name))]
 
 
 class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,8 +230,11 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().double().requires_grad_(tensor.requires_grad)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    """Shape, dtype and every bit: 0 and -0 differ, and a NaN is itself. False where one is missing."""
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 @contextlib.contextmanager
