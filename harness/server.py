@@ -40,13 +40,13 @@ def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     line = Line(socket.socket(fileno=int(fd)))
-    server = _Server(line)
+    server = _Server(line, Path(scratch))
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # while it prepares, nobody reads the line's end of file
     try:
         line.send(_preload([m for m in preload.split(",") if m], prepare, folder))
         server.serve()
     except (EOFError, OSError):
-        server.kill_all()
-        shutil.rmtree(scratch, ignore_errors=True)
+        server.clear()
     return 0
 
 
@@ -97,8 +97,9 @@ def poisoned() -> str:
 
 
 class _Server:
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, scratch: Path) -> None:
         self._line = line
+        self._scratch = scratch
         self._cells: dict[int, str] = {}
         self._shm = shm.segments()
         self._wake, wake_write = os.pipe()
@@ -119,16 +120,17 @@ class _Server:
                 for request in self._line.requests():
                     self._obey(request)
 
-    def kill_all(self) -> None:
-        """Kill every cell and whatever its processes left behind."""
+    def clear(self) -> None:
+        """Kill every cell and whatever its processes left behind, and remove what they wrote for themselves."""
         for pid in self._cells:
             _kill_group(pid)
         self._cells.clear()
         _kill_strays(set())
         shm.sweep(self._shm)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _leave(self) -> None:
-        self.kill_all()
+        self.clear()
         os._exit(0)
 
     def _obey(self, request: Start | Kill) -> None:

@@ -145,3 +145,37 @@ def test_an_interrupt_keeps_finished_rows_and_exits_with_130(
     _wait_until_gone(tmp_path)
     assert len(rows_of(tmp_path / "run")) == 3
     assert '"interrupted": true' in (tmp_path / "run" / "run.json").read_text()
+
+
+_PREPARING = """
+import sys
+from pathlib import Path
+from harness.isolate import Kind, Launcher
+from tests.tasks import task
+launcher = Launcher(Path(sys.argv[1]))
+launcher.start(task(folder=launcher.cell_folder()), Kind(prepare="tests.sample:prepare_slowly"))
+print(launcher.scratch, flush=True)
+launcher.wait(60)
+"""
+
+
+def test_a_runner_killed_while_its_server_prepares_leaves_neither_it_nor_a_compiler(tmp_path: Path) -> None:
+    """Nobody reads the line's end of file then; the server sat there until its compiler was done."""
+    runner = subprocess.Popen(
+        [sys.executable, "-c", _PREPARING, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "HARNESS_TEST": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert runner.stdout is not None
+    scratch = Path(runner.stdout.readline().strip())
+    limit = time.monotonic() + 20
+    while "sleep" not in {process.name() for process in processes_of(tmp_path)}:
+        assert time.monotonic() < limit, "the preparation never began"
+        time.sleep(0.05)
+    runner.kill()
+    runner.wait()
+    _wait_until_gone(tmp_path)
+    assert not scratch.exists()
