@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,15 @@ from tests.dynamo_state import clean_dynamo  # noqa: F401
 from tests.tasks import task
 from tests.test_cli import harness
 
-pytestmark = pytest.mark.usefixtures("clean_dynamo")
+pytestmark = pytest.mark.usefixtures("clean_dynamo", "own_environment")
+
+
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell's variables end with its process; here they must not reach the tests that follow."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+
 STOCK = modeling_qwen2.Qwen2MLP.forward
 CALLS_OF_A_STEP = 2 * 2  # two layers, two trainings
 
