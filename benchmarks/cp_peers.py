@@ -32,7 +32,7 @@ from cp_volta.attention import attend
 from probes import ranks
 from probes.cp_parity import CpParityAxes
 from probes.cp_parity.work import inputs, reference
-from probes.train_step.timing import _host_peak_bytes, _reset_host_peak
+from probes.step_memory import host_peak_bytes, reset_host_peak
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 Way = tuple[Call, Tensor, Callable[[], contextlib.AbstractContextManager[None]]]
@@ -130,8 +130,8 @@ def _rank(rank: int, way: str, axes: CpParityAxes, steps: int) -> Found:
             return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
 
     dist.barrier()
-    _reset_host_peak()
-    before = _host_peak_bytes() or 0
+    reset_host_peak()
+    before = host_peak_bytes() or 0
     tensors = step()
     dist.barrier()
     sent, seconds = _loopback_bytes(), []
@@ -142,7 +142,7 @@ def _rank(rank: int, way: str, axes: CpParityAxes, steps: int) -> Found:
         seconds.append(time.perf_counter() - began)
     dist.barrier()
     travelled = (_loopback_bytes() - sent) / steps
-    return Found(statistics.median(seconds), travelled, (_host_peak_bytes() or 0) - before, at, tensors)
+    return Found(statistics.median(seconds), travelled, (host_peak_bytes() or 0) - before, at, tensors)
 
 
 def _loopback_bytes() -> int:

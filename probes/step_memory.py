@@ -17,17 +17,29 @@ def peak(device: str) -> Iterator[list[int | None]]:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        with contextlib.suppress(OSError):  # the peak then counts from the process's start
-            Path("/proc/self/clear_refs").write_text("5")
+        reset_host_peak()
     try:
         yield found
     finally:
         if device == "cuda":
             found[0] = torch.cuda.max_memory_allocated()
         else:
-            with contextlib.suppress(OSError):
-                lines = Path("/proc/self/status").read_text().splitlines()
-                found[0] = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+            found[0] = host_peak_bytes()
+
+
+def reset_host_peak() -> None:
+    """Let the resident set's peak begin anew, where the kernel lets us."""
+    with contextlib.suppress(OSError):  # the peak then counts from the process's start
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def host_peak_bytes() -> int | None:
+    """The resident set's peak of this process; None where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def held(device: str) -> int:

@@ -85,7 +85,7 @@ PROBE = Probe(
     timed=False,
     preload=(*train_step.PROBE.preload, "probes.determinism.work"),
     prepare="probes.inductor_once:prepare",
-    needs_prepare=lambda axes, device: device == "cpu" and getattr(axes, "compile", "none") != "none",
+    needs_prepare=train_step.PROBE.needs_prepare,
     ignores=("check", "warmup_steps"),
     sources=(*train_step.PROBE.sources, "probes.determinism"),
     skip=skip,

@@ -125,6 +125,7 @@ PROBE = Probe(
     needs_prepare=lambda axes, device: device == "cpu" and getattr(axes, "compile", "none") != "none",
     sources=(
         "probes.train_step",
+        "probes.step_memory",
         "probes.models",
         "probes.parity",
         "probes.float64",

@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from harness.cells import Measure
 from harness.rows import DeviceState, Memory
 from probes import gpu_state
+from probes.step_memory import host_peak_bytes, reset_host_peak, wait
 from probes.train_step.memory import release
 
 Step = Callable[[], Tensor]
@@ -61,18 +61,18 @@ def run(step: Step, measure: Measure, device: str, timed: Timed) -> None:
     try:
         _run(step, measure, device, timed)
     finally:
-        timed.host_peak_bytes = _host_peak_bytes()
+        timed.host_peak_bytes = host_peak_bytes()
 
 
 def _run(step: Step, measure: Measure, device: str, timed: Timed) -> None:
     with _peaks(device, timed.first):
         began = time.perf_counter()
         timed.loss.append(step())
-        _wait(device)
+        wait(device)
         timed.first_step_s = time.perf_counter() - began
     release()  # what compiling left in the allocator's cache is no need of the steady steps
     timed.loss += [step() for _ in range(measure.warmup_steps)]
-    _wait(device)
+    wait(device)
     timed.before = gpu_state.read() if device == "cuda" else None
     with _peaks(device, timed.steady):
         _take(step, measure.steps, device, timed)
@@ -101,29 +101,11 @@ def _peaks(device: str, peak: Peak) -> Iterator[None]:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        _reset_host_peak()
+        reset_host_peak()
     try:
         yield
-        _wait(device)
+        wait(device)
     finally:
         if device == "cuda":
             peak.allocated = torch.cuda.max_memory_allocated()
             peak.reserved = torch.cuda.max_memory_reserved()
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _reset_host_peak() -> None:
-    with contextlib.suppress(OSError):  # the peak then counts from the process's start
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _host_peak_bytes() -> int | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
