@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from cp_volta.overflow import first_nonfinite
     from cp_volta.patch import patch_for_cp, patch_llama, patch_qwen2, patch_qwen3, unpatch
     from cp_volta.planning import longest, plan, predict
-    from cp_volta.preparing import Prepared, make_optimizer, prepare, shape_of, unprepare
+    from cp_volta.prepared import Prepared
+    from cp_volta.preparing import make_optimizer, prepare, shape_of, unprepare
     from cp_volta.sharding import Shard, gather, shard_batch
     from cp_volta.step import Choice, Shape, Work
     from cp_volta.tiled_ffn import tiled_mlp
@@ -49,7 +50,8 @@ _HOMES = {
     "overflow": ("first_nonfinite",),
     "patch": ("patch_for_cp", "patch_llama", "patch_qwen2", "patch_qwen3", "unpatch"),
     "planning": ("longest", "plan", "predict"),
-    "preparing": ("Prepared", "make_optimizer", "prepare", "shape_of", "unprepare"),
+    "prepared": ("Prepared",),
+    "preparing": ("make_optimizer", "prepare", "shape_of", "unprepare"),
     "sharding": ("Shard", "gather", "shard_batch"),
     "step": ("Choice", "Shape", "Work"),
     "tiling": ("tile", "untile"),

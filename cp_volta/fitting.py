@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cp_volta.planning import DoesNotFit, Plan, gib, longest, plan
-from cp_volta.step import Optimizer, Shape, Work
+from cp_volta.step import EIGHT_BIT_SHARDED, Optimizer, Shape, Work
 
 Method = Literal["full", "8bit", "host", "lora"]
 METHODS: dict[str, str] = {
@@ -34,6 +34,7 @@ class Fit:
     cards: int
     seq: int
     mode: str
+    ulysses: int  # of the cards, how many deal heads out
     plan: Plan
     step_s: float | None
     call: str
@@ -67,7 +68,8 @@ def fit(
 
     budget_bytes: of one card, its context included. host_bytes: of the machine, shared by its cards.
     flops_per_s: the card's peak in fp16; None where it is not known, and the time then too.
-    Raises DoesNotFit (a ValueError) where not even a short sequence, or `seq`, fits; ValueError for bad words.
+    Raises DoesNotFit (a ValueError) where not even a short sequence, or `seq`, fits, and for 8-bit states over
+    several cards; ValueError for bad words.
     """
     _check(method, cards, seq)
     room = budget_bytes - CONTEXT_BYTES - (NCCL_BYTES if cards > 1 else 0)
@@ -81,15 +83,16 @@ def fit(
     if made is None:
         made = plan(shape, of(1024), **limits)  # raises, with the parts
     total = made.work.tokens * cards
-    mode = _mode(shape, cards)
+    ulysses = cards if shape.heads % cards == 0 else 1
     return Fit(
         method=method,
         cards=cards,
         seq=total,
-        mode=mode,
+        mode=_mode(cards, ulysses),
+        ulysses=ulysses,
         plan=made,
         step_s=_seconds(shape, made, cards, flops_per_s),
-        call=_call(method, total, cards, mode, room, made),
+        call=_call(total, cards, ulysses, room, made),
         launch=f"torchrun --standalone --nproc-per-node {cards} train.py" if cards > 1 else "python train.py",
     )
 
@@ -99,6 +102,8 @@ def _check(method: str, cards: int, seq: int | None) -> None:
         raise ValueError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
     if cards < 1:
         raise ValueError(f"{cards} cards: at least 1")
+    if method == "8bit" and cards > 1:
+        raise DoesNotFit(EIGHT_BIT_SHARDED)
     if seq is not None and (seq < cards or seq % cards):
         raise ValueError(f"a sequence of {seq} tokens cannot be spread evenly over {cards} cards")
 
@@ -121,11 +126,11 @@ def lora_parameters(shape: Shape, rank: int) -> int:
     return shape.layers * rank * ends
 
 
-def _mode(shape: Shape, cards: int) -> str:
+def _mode(cards: int, ulysses: int) -> str:
     """Ulysses while every rank has whole query heads; else a ring, balanced by zigzag shards."""
     if cards == 1:
         return "one card"
-    return "cp ulysses" if shape.heads % cards == 0 else "cp ring, zigzag"
+    return "cp ulysses" if ulysses > 1 else "cp ring, zigzag"
 
 
 def step_flops(shape: Shape, seq: int) -> float:
@@ -141,12 +146,12 @@ def _seconds(shape: Shape, made: Plan, cards: int, flops_per_s: float | None) ->
     return once * (1 + made.again) / (flops_per_s * UTILISATION)
 
 
-def _call(method: str, seq: int, cards: int, mode: str, room: int, made: Plan) -> str:
+def _call(seq: int, cards: int, ulysses: int, room: int, made: Plan) -> str:
     words = [f"seq={seq}", f"budget_bytes={room}", f"host_limit_bytes={made.host_bytes}"]
     words.append(f"optimizer={made.work.optimizer!r}")
     if cards > 1:
-        words += [f"cp_size={cards}", "mesh=cp.dp_cp_mesh"]
-    return f"prepare(model, {', '.join(words)})" + (f"  # after patch_for_cp: {mode}" if cards > 1 else "")
+        words.append(f"cp=init_cp_group(ulysses={ulysses})")
+    return f"prepare(model, {', '.join(words)})"
 
 
 __all__ = ["METHODS", "DoesNotFit", "Fit", "Method", "fit", "lora_parameters", "step_flops"]

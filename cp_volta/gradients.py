@@ -5,13 +5,15 @@ DDP      model = DDP(model, process_group=cp.dp_cp_group); sum_gradients(model, 
 neither  reduce_gradients(model, cp) after the last backward of a step
 """
 
-# no postponed annotations here: DDP compares those of its hook with the types themselves
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -28,8 +30,13 @@ def sum_gradients(model: nn.Module, cp: CpGroup) -> None:
     Raises ValueError for a model that is wrapped by neither, or over other ranks than dp x cp.
     """
     if isinstance(model, DistributedDataParallel):
-        _check_ranks("DDP", dist.get_world_size(model.process_group), cp)
-        model.register_comm_hook(model.process_group, _summed)  # type: ignore[no-untyped-call]
+        ranks = dist.get_world_size(model.process_group)
+        _check_ranks("DDP", ranks, cp)
+        for parameter in model.parameters():
+            if (
+                parameter.requires_grad
+            ):  # before DDP's mean: a sum in its place would sum again what is summed already
+                parameter.register_hook(lambda grad: grad * ranks)
         return
     wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not wrapped:
@@ -90,13 +97,32 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
+class _GroupScaler(ShardedGradScaler):
+    """torch's, made right for fused optimizers, which are handed what was found and skip the step themselves.
+
+    They subtract it from their count of steps, so it has to be a scalar (torch has [1]) and 1 however many ranks found
+    something (torch has their sum); and torch shares it in `unscale_` alone, which a fused step does not call.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        if self.is_enabled():
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            found.update({device: (value > 0).float().squeeze() for device, value in found.items()})
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+
 def grad_scaler(cp: CpGroup, **options: Any) -> ShardedGradScaler:
     """A GradScaler for this group: an overflow that one rank alone sees (its shard's) is every rank's skipped step.
 
     options: those of torch.amp.GradScaler.
     """
     options.setdefault("device", cp.mesh.device_type)
-    return ShardedGradScaler(process_group=cp.dp_cp_group, **options)
+    return _GroupScaler(process_group=cp.dp_cp_group, **options)
 
 
 def _norm(grads: Sequence[Tensor]) -> Tensor:
@@ -107,13 +133,6 @@ def _norm(grads: Sequence[Tensor]) -> Tensor:
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()  # type: ignore[no-untyped-call]
     return norm
-
-
-def _summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """A hook for DDP's buckets."""
-    work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return future
 
 
 def _check_ranks(what: str, found: int, cp: CpGroup) -> None:

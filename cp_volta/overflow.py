@@ -9,39 +9,34 @@ import torch
 from torch import Tensor, nn
 
 
-class Found(Exception):
-    """Ends the forward at the first non-finite output."""
-
-
 def first_nonfinite(model: nn.Module, forward: Callable[[], Any]) -> str:
     """The first module, in order of execution, with an inf or NaN in its output; "" where all is finite.
 
-    forward: one forward of `model`, run without gradients and ended at the first find. A module counts once its
-    children are done, so the innermost is named. The answer has what it made, and whether its input was still finite:
+    forward: one forward of `model`, run without gradients, to its end, since other ranks may wait for what this one
+    sends. A module counts once its children are done, so the innermost is named. The answer has what it made, and whether its input was still finite:
     "model.layers.3.mlp.down_proj: 17 inf, 0 NaN of 40,960; its input was finite, at most 6.4e+04".
     Compiled modules run as graphs and their insides are not seen: look before compiling.
     """
+    found: list[str] = []
     handles = [
-        module.register_forward_hook(_hook(name or type(model).__name__))
+        module.register_forward_hook(_hook(name or type(model).__name__, found))
         for name, module in model.named_modules()
     ]
     try:
         with torch.no_grad():
             forward()
-    except Found as found:
-        return str(found)
     finally:
         for handle in handles:
             handle.remove()
-    return ""
+    return found[0] if found else ""
 
 
-def _hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+def _hook(name: str, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:
     def look(module: nn.Module, given: Any, made: Any) -> None:
-        for tensor in _tensors(made):
-            bad = ~torch.isfinite(tensor)
-            if bool(bad.any()):
-                raise Found(f"{name}: {_told(tensor)}; {_input(given)}")
+        for tensor in [] if found else _tensors(made):
+            if not bool(torch.isfinite(tensor).all()):
+                found.append(f"{name}: {_told(tensor)}; {_input(given)}")
+                break
 
     return look
 

@@ -2,61 +2,39 @@
 
     ready = prepare(model, seq=131_072)          # fp32 parameters: autocast to fp16, GradScaler, AdamW
     print(ready.text())                          # what was decided, and why
-    with ready.autocast():
-        loss = model(input_ids=ids, labels=ids).loss
+    loss = ready.loss({"input_ids": ids, "labels": ids})
     ready.scaler.scale(loss).backward()
     ready.scaler.step(ready.optimizer)
     ready.scaler.update()
 
-Full or LoRA: what requires a gradient is trained, so wrap the model with peft first. Sharded: give the mesh over
-which FSDP2 is to spread parameters, gradients and states, and patch the model for context parallelism first.
+Full or LoRA: what requires a gradient is trained, so wrap the model with peft first. Over several ranks the same with
+`cp=init_cp_group(…)`: attention reaches over them, FSDP2 spreads parameters, gradients and states over dp x cp.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from dataclasses import dataclass
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import tc_volta
 from cp_volta.checkpoint import checkpoint_layers, uncheckpoint
+from cp_volta.gradients import grad_scaler, sum_gradients
+from cp_volta.group import CpGroup
 from cp_volta.host_adamw import HostAdamW
 from cp_volta.host_memory import available_bytes
 from cp_volta.offload import Offloader
+from cp_volta.patch import patch_for_cp
 from cp_volta.planning import Decision, Plan, gib, plan
+from cp_volta.prepared import Prepared
 from cp_volta.rows import served_by
-from cp_volta.step import KERNELS, STATE_BYTES, Optimizer, Shape, Work
+from cp_volta.step import EIGHT_BIT_SHARDED, KERNELS, STATE_BYTES, Optimizer, Shape, Work
 from cp_volta.tiling import causal_model, tile, untile
 
 HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What `prepare` made. The model is the caller's own, changed in place."""
-
-    model: nn.Module
-    plan: Plan
-    decisions: tuple[Decision, ...]
-    dtype: torch.dtype
-    amp: bool
-    optimizer: torch.optim.Optimizer | None
-    scaler: torch.amp.GradScaler
-    offloader: Offloader | None
-
-    def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """For the forward; nothing where parameters are in the compute dtype, or FSDP2 casts them."""
-        device = next(self.model.parameters()).device.type
-        return torch.autocast(device, dtype=self.dtype, enabled=self.amp)
-
-    def text(self) -> str:
-        """Every decision with its reason, and the predicted peak by part."""
-        own = [f"{d.name}: {d.value} ({d.reason})" for d in self.decisions]
-        return "\n".join([*own, self.plan.text()])
 
 
 def prepare(
@@ -70,34 +48,34 @@ def prepare(
     budget_bytes: int | None = None,
     host_limit_bytes: int | None = None,
     attention: str = "auto",
-    cp_size: int = 1,
-    mesh: Any = None,
+    cp: CpGroup | None = None,
 ) -> Prepared:
     """Plan a step of `batch` sequences of `seq` tokens, and set the model up for it: attention, tiles, checkpoints.
 
     dtype: to compute in. Parameters in fp32 and another dtype mean autocast (GradScaler with fp16).
     optimizer: none (forward and backward only), adamw, adamw8bit (bitsandbytes), adamw_host (states on the host).
     budget_bytes: for the allocator on one device; what is free there now, and what torch holds, unless said.
-    host_limit_bytes: for checkpoints, of this process; 80 % of what is available unless said.
-    attention: a kernel of tc_volta, "auto", or "keep" for what the model has (with context parallelism).
-    cp_size: ranks that one sequence is spread over. mesh: FSDP2's; None: nothing is sharded.
+    host_limit_bytes: for checkpoints, of this process; its share of 80 % of what is available unless said.
+    attention: a kernel of tc_volta, "auto", or "keep" for what the model has.
+    cp: the ranks; `seq` is then the whole sequence that cp.size of them share, and FSDP2 shards over all.
     Raises ValueError, the model as it was: what cannot be tiled, what does not fit, fp16 parameters with an optimizer.
     """
     inner = causal_model(model)
-    _check(model, seq, cp_size, dtype, optimizer)
+    _check(model, seq, cp, dtype, optimizer)
     device = next(model.parameters()).device
     shape = shape_of(inner)
-    amp = mesh is None and any(p.dtype != dtype for p in model.parameters())  # adapters in float32 count too
+    amp = cp is None and any(p.dtype != dtype for p in model.parameters())  # adapters in float32 count too
     kernel, why = _kernel(inner, attention, dtype, seq, device)
-    work = _work(model, batch * seq // cp_size, dtype, optimizer, kernel, 1 if mesh is None else mesh.size())
-    work = dataclasses.replace(work, cp=cp_size)
+    work = _work(model, batch * seq, dtype, optimizer, kernel, cp)
     budget = _budget(device) if budget_bytes is None else budget_bytes
-    host = int(available_bytes() * 0.8) if host_limit_bytes is None else host_limit_bytes
+    host = _host_share() if host_limit_bytes is None else host_limit_bytes
+    if cp is not None:
+        budget, host = _agreed(cp, budget, host)
     made = plan(shape, work, budget_bytes=budget, host_limit_bytes=host)
-    decisions = _decisions(inner, seq, amp, dtype, kernel, why, optimizer, mesh, budget)
-    offloader = _set_up(model, inner, made, attention, host)
-    if mesh is not None:
-        _shard(inner, mesh, dtype)
+    decisions = _decisions(inner, seq, amp, dtype, kernel, why, optimizer, cp, budget)
+    offloader = _set_up(model, inner, made, attention, host, cp)
+    if cp is not None:
+        _shard(inner, cp, dtype)
     return Prepared(
         model=model,
         plan=made,
@@ -105,8 +83,9 @@ def prepare(
         dtype=dtype,
         amp=amp,
         optimizer=make_optimizer(model, optimizer, lr),
-        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16 and optimizer != "none"),
+        scaler=_scaler(device.type, dtype == torch.float16 and optimizer != "none", cp),
         offloader=offloader,
+        cp=cp,
     )
 
 
@@ -148,11 +127,14 @@ def make_optimizer(model: nn.Module, kind: Optimizer, lr: float) -> torch.optim.
     return made
 
 
-def _check(model: nn.Module, seq: int, cp_size: int, dtype: torch.dtype, optimizer: str) -> None:
+def _check(model: nn.Module, seq: int, cp: CpGroup | None, dtype: torch.dtype, optimizer: str) -> None:
+    cp_size = 1 if cp is None else cp.size
     if optimizer not in STATE_BYTES:
         raise ValueError(f"unknown optimizer {optimizer!r}; there are {', '.join(STATE_BYTES)}")
     if seq < 1 or cp_size < 1 or seq % cp_size:
         raise ValueError(f"a sequence of {seq} tokens cannot be spread evenly over {cp_size} ranks")
+    if cp is not None and optimizer == "adamw8bit":
+        raise ValueError(EIGHT_BIT_SHARDED)
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     if not trained:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
@@ -200,18 +182,20 @@ def _kept(inner: nn.Module) -> str:
 
 
 def _work(
-    model: nn.Module, tokens: int, dtype: torch.dtype, optimizer: Optimizer, kernel: str, shards: int
+    model: nn.Module, tokens: int, dtype: torch.dtype, optimizer: Optimizer, kernel: str, cp: CpGroup | None
 ) -> Work:
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     own = next(causal_model(model).parameters()).itemsize
+    shared, shards = (1, 1) if cp is None else (cp.size, cp.mesh.size())
     return Work(
-        tokens=tokens,
+        tokens=tokens // shared,
         param_bytes=own,
-        residual_bytes=own if shards == 1 else dtype.itemsize,
+        residual_bytes=own if cp is None else dtype.itemsize,
         compute_bytes=dtype.itemsize,
         optimizer=optimizer,
         shards=shards,
+        cp=shared,
         trainable=trained / sum(p.numel() for p in parameters),
         kernel=kernel,
     )
@@ -225,7 +209,21 @@ def _budget(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device)
 
 
-def _set_up(model: nn.Module, inner: nn.Module, made: Plan, attention: str, host: int) -> Offloader | None:
+def _host_share() -> int:
+    """Of 80 % of what the host has, what falls to one of the processes that torchrun started on it."""
+    return int(available_bytes() * 0.8) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _agreed(cp: CpGroup, *limits: int) -> list[int]:
+    """The least of every rank's: with plans of their own, ranks would exchange in layers that others do not run."""
+    least = torch.tensor(limits, device=cp.mesh.device_type)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=cp.dp_cp_group)
+    return [int(limit) for limit in least]
+
+
+def _set_up(
+    model: nn.Module, inner: nn.Module, made: Plan, attention: str, host: int, cp: CpGroup | None
+) -> Offloader | None:
     choice = made.choice
     tile(
         model,
@@ -235,20 +233,35 @@ def _set_up(model: nn.Module, inner: nn.Module, made: Plan, attention: str, host
         projections=choice.projections or False,
     )
     inner.config.use_cache = False  # type: ignore[union-attr]
-    if attention != "keep":
+    if attention != "keep" and cp is not None and cp.size > 1:
+        _reach_over(inner, cp, attention)
+    elif attention != "keep":
         inner.set_attn_implementation(tc_volta.attention_name(attention))  # type: ignore[operator]
     limit = {"host_limit_bytes": host} if choice.offloaded else {}
     return checkpoint_layers(model, choice.checkpointed, offload=choice.offloaded, **limit)  # type: ignore[arg-type]
 
 
-def _shard(inner: nn.Module, mesh: Any, dtype: torch.dtype) -> None:
-    """FSDP2 over `mesh`: fp32 shards, computation in `dtype`, gradients reduced in float32."""
+def _reach_over(inner: nn.Module, cp: CpGroup, kernel: str) -> None:
+    try:
+        patch_for_cp(inner, cp, kernel=kernel)
+    except ValueError:
+        unprepare(inner)
+        raise
+
+
+def _shard(inner: nn.Module, cp: CpGroup, dtype: torch.dtype) -> None:
+    """FSDP2 over dp x cp: fp32 shards, computation in `dtype`, gradients summed in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in inner.model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
-    fully_shard(inner, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=cp.dp_cp_mesh, mp_policy=policy)  # type: ignore[arg-type]
+    fully_shard(inner, mesh=cp.dp_cp_mesh, mp_policy=policy)
+    sum_gradients(inner, cp)
+
+
+def _scaler(device: str, enabled: bool, cp: CpGroup | None) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(device, enabled=enabled) if cp is None else grad_scaler(cp, enabled=enabled)
 
 
 def _decisions(
@@ -259,11 +272,11 @@ def _decisions(
     kernel: str,
     why: str,
     optimizer: str,
-    mesh: Any,
+    cp: CpGroup | None,
     budget: int,
 ) -> tuple[Decision, ...]:
     own, name = next(inner.parameters()).dtype, str(dtype).removeprefix("torch.")
-    how = "FSDP2 casts shards" if mesh is not None else "autocast" if amp else "the parameters' own dtype"
+    how = "FSDP2 casts shards" if cp is not None else "autocast" if amp else "the parameters' own dtype"
     scaled = "with GradScaler" if dtype == torch.float16 and optimizer != "none" else "unscaled"
     rows, rows_why = served_by(next(inner.parameters()).device.type)
     decisions = [
@@ -273,6 +286,11 @@ def _decisions(
         Decision(name="optimizer", value=optimizer, reason="as asked"),
         Decision(name="budget", value=gib(budget), reason="of the device's allocator"),
     ]
+    if cp is not None:
+        sharing = (
+            f"{cp.dp_size} sequences at once, each over ring {cp.ring} x ulysses {cp.ulysses}, {cp.layout}"
+        )
+        decisions.append(Decision(name="ranks", value=sharing, reason=f"FSDP2 over all {cp.mesh.size()}"))
     window = getattr(inner.config, "max_position_embeddings", seq)
     if seq > window:
         rope = getattr(inner.config, "rope_parameters", None) or {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,16 @@ class Shard:
     inputs: dict[str, Tensor]
     labels: Tensor | None
     seq: int
+
+    def with_labels(self, tokens: int) -> dict[str, Any]:
+        """The inputs, and what makes a model answer with this rank's part of the loss (`total` adds the parts up).
+
+        tokens: what its sum is divided by, `count_tokens`. Raises ValueError for a batch without labels.
+        """
+        if self.labels is None:
+            raise ValueError("the batch has no labels: there is no loss to take")
+        loss = {"labels": self.labels, "shift_labels": self.labels, "num_items_in_batch": max(tokens, 1)}
+        return {**self.inputs, **loss}
 
 
 def shard_batch(

@@ -11,6 +11,10 @@ from typing import Literal
 Optimizer = Literal["none", "adamw", "adamw8bit", "adamw_host"]
 STATE_BYTES = {"none": 0.0, "adamw": 8.0, "adamw8bit": 2.03, "adamw_host": 0.0}  # a parameter, on the device
 HOST_STATE_BYTES = {"none": 0.0, "adamw": 0.0, "adamw8bit": 0.0, "adamw_host": 8.0}
+# bitsandbytes #1633, 0.50.2: DTensors reach its kernels, an illegal memory access
+EIGHT_BIT_SHARDED = (
+    "bitsandbytes has no 8-bit states for FSDP2's shards: over several cards take adamw, or adamw_host"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,26 +1,37 @@
-"""Train a Qwen2, Qwen3 or Llama on long sequences of your own text, on one small card.
+"""Train a Qwen2, Qwen3 or Llama on long sequences of your own text, on one small card or several.
 
     python examples/train_long_context.py data.jsonl --model qwen2.5-0.5b --seq 32768 --steps 100 --out run
     python examples/train_long_context.py data.jsonl --model ./my-checkpoint --lora 16 --seq 131072 --out run
+    torchrun --nproc-per-node 4 examples/train_long_context.py data.jsonl --model ./my-checkpoint --seq 524288 --out run
+
+Under torchrun the cards share each sequence (--cp of them; all by default), and FSDP2 spreads parameters, gradients
+and the optimizer's states over all.
 
 data.jsonl: one JSON object a line with the document in "text". Documents are packed: joined by the separator token
 and cut into sequences of --seq tokens, so a sequence may hold several, and attention sees all of them.
 
 What fits is planned, not guessed: how much of the model is tiled, checkpointed and taken to the host is printed with
-its reason, before the first step. The same command again continues from the last save, with the same losses.
+its reason, before the first step. The same command again continues from the last save, with the same losses. The
+trained weights are in OUT/model at the end, as transformers (or peft) saves them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 import typer
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import cp_volta
 from probes.models import check_name, checkpoint, is_path
@@ -43,6 +54,8 @@ class Options:
     lr: float = 1e-5
     clip: float = 1.0
     lora: int = 0
+    cp: int = 0
+    ulysses: int = 1
     budget_gib: float = 0.0
     save_every: int = 50
     seed: int = 0
@@ -55,23 +68,52 @@ class Stop(Exception):
 def train(options: Options, say: Any = print) -> list[float]:
     """Train to `options.steps` steps in all; the losses of this call's steps. Raises Stop, ValueError."""
     check_name(options.model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(options.seed)
     stream = packed(options)
-    model = _model(options, device)
-    ready = cp_volta.prepare(
-        model,
-        seq=options.seq,
-        dtype=DTYPES[options.dtype],
-        optimizer=options.optimizer,
-        lr=options.lr,
-        budget_bytes=int(options.budget_gib * 2**30) or None,
-    )
-    say(ready.text())
+    with ranks(options) as (device, cp):
+        say = say if cp is None or dist.get_rank() == 0 else _silent
+        torch.manual_seed(options.seed)
+        ready = cp_volta.prepare(
+            _model(options, device),
+            seq=options.seq,
+            dtype=DTYPES[options.dtype],
+            optimizer=options.optimizer,
+            lr=options.lr,
+            budget_bytes=int(options.budget_gib * 2**30) or None,
+            cp=cp,
+        )
+        say(ready.text())
+        losses = _steps(options, ready, stream, say)
+        _export(options, ready)
+    return losses
+
+
+@contextlib.contextmanager
+def ranks(options: Options) -> Iterator[tuple[str, cp_volta.CpGroup | None]]:
+    """The device of this process, and the ranks that torchrun started; None on one card. Raises ValueError."""
+    cuda = torch.cuda.is_available()
+    if "WORLD_SIZE" not in os.environ:
+        if options.cp > 1 or options.ulysses > 1:
+            raise ValueError("--cp and --ulysses are for several cards: start this with torchrun")
+        yield "cuda" if cuda else "cpu", None
+        return
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        yield device, cp_volta.init_cp_group(options.cp or None, ulysses=options.ulysses)
+    finally:
+        dist.destroy_process_group()
+
+
+def _steps(options: Options, ready: cp_volta.Prepared, stream: torch.Tensor, say: Any) -> list[float]:
+    """From the last save, if there is one, to the last step. Ranks that share a sequence take the same one."""
+    count, mine = (1, 0) if ready.cp is None else (ready.cp.dp_size, ready.cp.dp_rank)
+    device = next(ready.model.parameters()).device
     begin = _resume(options, ready)
     losses, skipped = [], 0
     for step in range(begin, options.steps):
-        ids = sequence(stream, step, options.seq).to(device)
+        ids = sequence(stream, step * count + mine, options.seq).to(device)
         try:
             loss, norm = _step(ready, ids, options.clip)
         except FloatingPointError as error:  # before the weights were touched: they can still be asked
@@ -143,15 +185,13 @@ def _step(ready: cp_volta.Prepared, ids: torch.Tensor, clip: float) -> tuple[flo
     """
     assert ready.optimizer is not None
     ready.model.zero_grad(set_to_none=True)
-    with ready.autocast():
-        loss = ready.model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss = ready.loss({"input_ids": ids, "labels": ids})
     value = float(loss.detach())
     if not math.isfinite(value):
         raise FloatingPointError(f"the loss is {value}")
     ready.scaler.scale(loss).backward()
     ready.scaler.unscale_(ready.optimizer)
-    trained = [p for p in ready.model.parameters() if p.requires_grad]
-    norm = float(torch.nn.utils.clip_grad_norm_(trained, clip))
+    norm = float(cp_volta.clip_grad_norm(ready.model, clip))
     if not math.isfinite(norm) and not ready.scaler.is_enabled():
         raise FloatingPointError(f"the gradient norm is {norm}")
     ready.scaler.step(ready.optimizer)
@@ -160,42 +200,52 @@ def _step(ready: cp_volta.Prepared, ids: torch.Tensor, clip: float) -> tuple[flo
 
 
 def _culprit(ready: cp_volta.Prepared, ids: torch.Tensor) -> str:
+    """The first module that overflows, among this rank's tokens; each rank says its own."""
+
     def forward() -> None:
-        with ready.autocast():
-            ready.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        ready.loss({"input_ids": ids, "labels": ids})
 
     found = cp_volta.first_nonfinite(ready.model, forward)
+    where = "" if ready.cp is None else f"On rank {dist.get_rank()}: "
     if found:
-        return f"The first module that overflows is {found}"
-    return "Every module's output is finite: it overflows in the loss or in backward"
+        return f"{where}The first module that overflows is {found}"
+    return f"{where}Every module's output is finite: it overflows in the loss or in backward"
 
 
 def _save(options: Options, ready: cp_volta.Prepared, step: int) -> None:
-    """Whole or not at all."""
+    """Every rank its part, in a folder of the step's; `latest` names it once all are there. Whole or not at all."""
     assert ready.optimizer is not None
-    options.out.mkdir(parents=True, exist_ok=True)
-    partial = options.out / "state.part"
-    torch.save(
-        {
-            "step": step,
-            "made_with": _made_with(options),
-            "model": ready.model.state_dict(),
-            "optimizer": ready.optimizer.state_dict(),
-            "scaler": ready.scaler.state_dict(),
-            "random": torch.get_rng_state(),
-        },
-        partial,
-    )
-    partial.rename(options.out / "state.pt")
+    folder, latest = options.out / f"state-{step}", options.out / "latest"
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        "step": step,
+        "made_with": _made_with(options, ready),
+        "model": ready.model.state_dict(),
+        "optimizer": ready.optimizer.state_dict(),
+        "scaler": ready.scaler.state_dict(),
+        "random": torch.get_rng_state(),
+    }
+    torch.save(state, folder / f"{_rank(ready)}.pt")
+    _wait(ready)
+    if _rank(ready) == 0:
+        (options.out / "latest.part").write_text(folder.name)
+        (options.out / "latest.part").rename(latest)
+        for old in options.out.glob("state-*"):
+            if old != folder:
+                shutil.rmtree(old)
+    _wait(ready)
 
 
 def _resume(options: Options, ready: cp_volta.Prepared) -> int:
-    path = options.out / "state.pt"
-    if not path.exists():
+    latest = options.out / "latest"
+    if not latest.exists():
         return 0
     assert ready.optimizer is not None
+    path = options.out / latest.read_text() / f"{_rank(ready)}.pt"
+    if not path.exists():
+        raise ValueError(f"{path} is missing: it was saved by fewer ranks. Choose another --out")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    for name, now in _made_with(options).items():
+    for name, now in _made_with(options, ready).items():
         if (then := state["made_with"][name]) != now:
             raise ValueError(f"{path}: was saved with {name} {then}; this is {now}. Choose another --out")
     ready.model.load_state_dict(state["model"])
@@ -205,9 +255,34 @@ def _resume(options: Options, ready: cp_volta.Prepared) -> int:
     return int(state["step"])
 
 
-def _made_with(options: Options) -> dict[str, str | int]:
+def _export(options: Options, ready: cp_volta.Prepared) -> None:
+    """The trained weights, or adapters, whole, for from_pretrained."""
+    whole = get_model_state_dict(
+        ready.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    if _rank(ready) == 0:
+        ready.model.save_pretrained(options.out / "model", state_dict=whole)  # type: ignore[operator]
+    _wait(ready)
+
+
+def _rank(ready: cp_volta.Prepared) -> int:
+    return 0 if ready.cp is None else dist.get_rank()
+
+
+def _wait(ready: cp_volta.Prepared) -> None:
+    if ready.cp is not None:
+        dist.barrier()
+
+
+def _silent(*_: object) -> None:
+    """What ranks other than the first say."""
+
+
+def _made_with(options: Options, ready: cp_volta.Prepared) -> dict[str, str | int]:
     """What a saved state fits to, and the same losses depend on."""
-    return {"model": options.model, "seq": options.seq, "lora": options.lora, "optimizer": options.optimizer}
+    shared, world = (1, 1) if ready.cp is None else (ready.cp.size, ready.cp.mesh.size())
+    same = {"model": options.model, "seq": options.seq, "lora": options.lora, "optimizer": options.optimizer}
+    return {**same, "cp": shared, "ranks": world}
 
 
 def main(
@@ -225,11 +300,13 @@ def main(
     lr: float = 1e-5,
     clip: Annotated[float, typer.Option(help="Largest gradient norm")] = 1.0,
     lora: Annotated[int, typer.Option(min=0, help="Rank of LoRA adapters; 0: train all")] = 0,
+    cp: Annotated[int, typer.Option(min=0, help="Cards that share a sequence; 0: all of torchrun's")] = 0,
+    ulysses: Annotated[int, typer.Option(min=1, help="How many of them deal heads out; 1: a ring")] = 1,
     budget_gib: Annotated[float, typer.Option(help="Plan for so much memory; 0: what is free")] = 0.0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between saves")] = 50,
     seed: int = 0,
 ) -> None:
-    """Train a Qwen2, Qwen3 or Llama on long sequences of your own text, on one small card."""
+    """Train a Qwen2, Qwen3 or Llama on long sequences of your own text, on one small card or several."""
     given = dict(locals())
     try:
         if dtype not in ("fp16", "bf16", "fp32"):

@@ -83,12 +83,12 @@ def _text(made: Fit, means: Means) -> str:
 
 
 def _command(made: Fit, means: Means) -> str:
-    if made.cards > 1:
-        return f"{made.launch}   with {made.call}"
     lora = f" --lora {_LORA_RANK}" if made.method == "lora" else ""
+    start = f"torchrun --standalone --nproc-per-node {made.cards}" if made.cards > 1 else "python"
+    ranks = f" --ulysses {made.ulysses}" if made.ulysses > 1 else ""
     return (
-        f"python examples/train_long_context.py data.jsonl --out run --model {means.model} --seq {made.seq} "
-        f"--optimizer {_OPTIMIZER[made.method]}{lora}"
+        f"{start} examples/train_long_context.py data.jsonl --out run --model {means.model} --seq {made.seq} "
+        f"--optimizer {_OPTIMIZER[made.method]}{lora}{ranks}"
     )
 
 

@@ -143,7 +143,7 @@ def test_a_shard_whose_labels_are_all_ignored_adds_nothing(how: str) -> None:
     assert (want.loss == 0.0) == (how == "none")
 
 
-@pytest.mark.parametrize("wrap", ["plain", "fsdp2"])
+@pytest.mark.parametrize("wrap", ["plain", "ddp", "fsdp2"])
 def test_accumulation_over_batches_of_unequal_token_counts(wrap: str) -> None:
     want = _one_device("unequal", 3)
     for found in run_ranks(_on_ranks, 2, ZIGZAG, wrap, "unequal", 3):
@@ -172,10 +172,10 @@ def test_the_loss_of_an_evaluation_is_not_multiplied_and_gathered_logits_are_the
         torch.testing.assert_close(whole, stock, rtol=1e-4, atol=1e-5)
 
 
-def _overflow(rank: int, wrap: str) -> list[Any]:
+def _overflow(rank: int, wrap: str, fused: bool, unscale: bool, ranks: tuple[int, ...]) -> list[Any]:
     cp = ZIGZAG.group()
     model = _wrapped(cp_volta.patch_for_cp(_model(), cp), cp, wrap)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     scaler = cp_volta.grad_scaler(cp, init_scale=256.0, growth_interval=2)
     (batch,) = _batches("unequal", 1)
     shard, seen = cp_volta.shard_batch(batch, cp), []
@@ -186,24 +186,31 @@ def _overflow(rank: int, wrap: str) -> list[Any]:
         if wrap == "plain":
             cp_volta.reduce_gradients(model, cp)
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        if step == 1 and rank == 1:  # after the reduction: the others can't have seen it
+        if step == 1 and rank in ranks:  # after the reduction: the others can't have seen it
             local = grads[-1].to_local() if wrap == "fsdp2" else grads[-1]  # type: ignore[attr-defined]
             local.view(-1)[0] = torch.inf
         before = [_full(p.detach()) for p in model.parameters()]
-        scaler.unscale_(optimizer)
-        cp_volta.clip_grad_norm(model, 1.0)
+        if unscale:
+            scaler.unscale_(optimizer)
+            cp_volta.clip_grad_norm(model, 1.0)
         scaler.step(optimizer)
         scaler.update()
         after = [_full(p.detach()) for p in model.parameters()]
         moved = any(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
         seen.append((moved, scaler.get_scale()))
-    return seen
+    return [*seen, {float(_full(state["step"])) for state in optimizer.state.values()}]
 
 
 @pytest.mark.parametrize("wrap", ["plain", "fsdp2"])
-def test_an_overflow_on_one_rank_is_a_skipped_step_on_all(wrap: str) -> None:
-    for seen in run_ranks(_overflow, 2, wrap):
-        assert seen == [(True, 256.0), (False, 128.0), (True, 128.0)]
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize("unscale", [True, False], ids=["clipped", "step alone"])
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=["on one", "on both"])
+def test_an_overflow_on_a_rank_is_a_skipped_step_on_all(
+    wrap: str, fused: bool, unscale: bool, ranks: tuple[int, ...]
+) -> None:
+    """torch's ShardedGradScaler fails with fused optimizers, or skips on one rank, or counts steps backwards."""
+    for seen in run_ranks(_overflow, 2, wrap, fused, unscale, ranks):
+        assert seen == [(True, 256.0), (False, 128.0), (True, 128.0), {2.0}]
 
 
 STEPS = 50

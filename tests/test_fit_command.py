@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from examples import train_long_context
 from harness.errors import HarnessError
 from probes.fit import Means, answers, cell_of, kernel_of, shape_of
 from probes.train_step import PROBE, TrainStepAxes
@@ -92,3 +95,13 @@ def test_wrong_questions_are_one_message(arguments: tuple[str, ...], says: str) 
     assert done.returncode == 2, done.stdout
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("cards", [1, 4])
+def test_the_command_is_one_that_the_example_takes(cards: int) -> None:
+    taken = {name.replace("_", "-") for name in inspect.signature(train_long_context.main).parameters}
+    for _, made, text in answers(msgspec.structs.replace(MEANS, cards=cards), ["full", "host", "lora"]):
+        assert made is not None
+        command = text.split("run: ")[1].split("examples/train_long_context.py ")[1]
+        words = set(re.findall(r"--([a-z-]+)", command))
+        assert {"out", "model", "seq", "optimizer"} <= words <= taken

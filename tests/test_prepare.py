@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from cp_volta import overlay
 from cp_volta.fitting import METHODS, Fit, fit, lora_parameters, step_flops
+from cp_volta.group import init_cp_group
 from cp_volta.host_adamw import SLICE, HostAdamW
 from cp_volta.planning import GIB, DoesNotFit, predict
 from cp_volta.preparing import prepare, shape_of, unprepare
@@ -115,7 +115,6 @@ def test_nothing_is_changed_where_it_does_not_fit() -> None:
     ("how", "message"),
     [
         ({"optimizer": "adam"}, "unknown optimizer 'adam'; there are none, adamw, adamw8bit, adamw_host"),
-        ({"seq": 10, "cp_size": 3}, "10 tokens cannot be spread evenly over 3 ranks"),
         ({"seq": 0}, "0 tokens"),
     ],
 )
@@ -164,8 +163,8 @@ def one_rank() -> Iterator[None]:
 def test_sharded_with_fsdp2_it_trains_from_fp32_shards_in_half(one_rank: None, optimizer: str) -> None:
     model = build("tiny-qwen3-6h", device="cpu", dtype=torch.float32)
     plain = step(model)[0]
-    mesh = init_device_mesh("cpu", (1,))
-    ready = prepare(model, seq=40, dtype=torch.bfloat16, mesh=mesh, optimizer=optimizer, lr=1e-2)  # type: ignore[arg-type]
+    cp = init_cp_group()
+    ready = prepare(model, seq=40, dtype=torch.bfloat16, cp=cp, optimizer=optimizer, lr=1e-2)  # type: ignore[arg-type]
     assert not ready.amp
     assert "FSDP2 casts shards" in ready.text()
     assert math.isclose(step(model)[0], plain, rel_tol=1e-2)
@@ -277,6 +276,9 @@ def test_four_cards_hold_at_least_four_times_as_much_as_one() -> None:
     assert four.mode == "cp ulysses"
     assert found("full", cards=8, seq=8192).mode == "cp ring, zigzag"  # 12 heads
     assert "--nproc-per-node 4" in four.launch
+    assert "cp=init_cp_group(ulysses=4)" in four.call
+    with pytest.raises(DoesNotFit, match="no 8-bit states for FSDP2's shards"):
+        found("8bit", cards=4)
 
 
 def test_a_given_length_is_planned_or_refused_with_its_parts() -> None:
