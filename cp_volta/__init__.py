@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from cp_volta.tiled_loss import tiled_cross_entropy
     from cp_volta.tiled_norm import tiled_rms_norm
     from cp_volta.tiling import tile, untile
+    from cp_volta.trainer import CpTrainer, CpTrainerMixin
 
 _HOMES = {
     "attention": ("RingAttention", "UlyssesAttention", "attend"),
@@ -58,12 +59,15 @@ _HOMES = {
     "tiled_loss": ("tiled_cross_entropy",),
     "tiled_ffn": ("tiled_mlp",),
     "tiled_norm": ("tiled_rms_norm",),
+    "trainer": ("CpTrainer", "CpTrainerMixin"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Choice",
     "CpGroup",
+    "CpTrainer",
+    "CpTrainerMixin",
     "HostAdamW",
     "Prepared",
     "RingAttention",

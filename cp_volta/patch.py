@@ -40,7 +40,7 @@ def patch_for_cp(
     Raises ValueError for a mode that the group is not made for, head counts that can't be dealt out, a model patched
     already; Unsupported for attention that can't be honoured over several ranks.
     """
-    if hasattr(model, _STATE):
+    if is_patched(model):
         raise ValueError(f"{type(model).__name__} is patched already; unpatch it first")
     cp = _group(cp_group, mode)
     _check(model, cp)
@@ -55,6 +55,11 @@ def patch_for_cp(
     ]
     setattr(model, _STATE, patch)
     return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Did `patch_for_cp` change this model?"""
+    return hasattr(model, _STATE)
 
 
 def unpatch(model: nn.Module) -> nn.Module:
