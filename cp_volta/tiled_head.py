@@ -6,8 +6,6 @@ a head sharded apart, or tied to the embedding, needs no special case.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ def tile_loss(model: nn.Module, tile: int | None, grad_dtype: torch.dtype | None
     """
     head = head_of(model)
     overlay.put(head, _head_forward, tile=tile, grad_dtype=grad_dtype)
-    overlay.put(model, _as_declared(type(model).forward))
+    overlay.put(model, _model_forward)
 
 
 def head_of(model: nn.Module) -> nn.Linear:
@@ -59,16 +57,6 @@ def _head_forward(head: nn.Linear, hidden: Tensor, labels: Tensor | None = None,
         grad_dtype=state["grad_dtype"],
         **how,
     )
-
-
-def _as_declared(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`_model_forward` with the stock signature: transformers' Trainer drops the columns that it does not name."""
-
-    @functools.wraps(stock)
-    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _model_forward(model, *args, **kwargs)
-
-    return forward
 
 
 def _model_forward(model: nn.Module, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:

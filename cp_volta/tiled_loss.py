@@ -5,8 +5,9 @@ Legend: N tokens, H hidden, V vocabulary, T tokens of one tile.
 The gradients of hidden states and weight are formed in the forward pass, tile by tile, while a tile's logits are
 there: three products, as the untiled path, none twice. They are formed *unnormalised*: what backward brings
 (1/N of the mean, a GradScaler's factor) is applied in float32 afterwards. Formed normalised in float16 they would
-be 99.999 % zero at 524,288 tokens and 151,936 words. In float16 they also carry a power of two, chosen from the
-weight's largest value so that nothing can overflow, and taken back with the rest.
+be 99.999 % zero at 524,288 tokens and 151,936 words. What of 1/N is no power of two is in them all the same, so that
+nothing is rounded once more than on the untiled path; in float16 they also carry a power of two, chosen from the
+weight's largest value so that nothing can overflow. Both are taken back with the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cp_volta.matmul import add_mm, check_tile, compute_dtype, sum_dtype, tiles
+from cp_volta.matmul import HALF, add_mm, check_tile, compute_dtype, sum_dtype, tiles
 from cp_volta.rows import cross_entropy_
 from tc_volta.autocast import without_autocast
 
@@ -59,11 +60,13 @@ def tiled_cross_entropy(
     compute = compute_dtype(hidden, weight)
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     grad = torch.is_grad_enabled()
-    total = torch.ops.cp_volta.tiled_cross_entropy(
+    divisor = _divisor(flat, targets, ignore_index, num_items) if reduction == "mean" else None
+    total: Tensor = torch.ops.cp_volta.tiled_cross_entropy(
         flat,
         weight,
         bias,
         targets,
+        divisor,
         tile or default_tile(weight.shape[0], compute.itemsize, in_place=hidden.is_cuda),
         ignore_index,
         compute,
@@ -71,15 +74,20 @@ def tiled_cross_entropy(
         grad and hidden.requires_grad,
         grad and (weight.requires_grad or (bias is not None and bias.requires_grad)),
     )[0]
-    return total if reduction == "sum" else _mean(total, targets, ignore_index, num_items)
+    if divisor is None:
+        return total
+    nothing = torch.where(divisor > 0, 0.0, torch.nan)  # a constant beside the graph: gradients stay zero
+    return total / torch.where(divisor > 0, divisor, 1.0) + nothing
 
 
-def _mean(total: Tensor, targets: Tensor, ignore_index: int, num_items: int | Tensor | None) -> Tensor:
-    if num_items is not None:
-        return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
-    count = (targets != ignore_index).sum().to(total.dtype)
-    nothing = torch.where(count > 0, 0.0, torch.nan)  # a constant beside the graph: gradients stay zero
-    return total / count.clamp(min=1) + nothing
+def _divisor(flat: Tensor, targets: Tensor, ignore_index: int, num_items: int | Tensor | None) -> Tensor:
+    """What the sum is divided by, 0-dim and wide."""
+    if num_items is None:
+        num_items = (targets != ignore_index).sum()
+    wide = sum_dtype(flat.dtype)
+    if isinstance(num_items, Tensor):
+        return num_items.to(flat.device, wide)
+    return flat.new_full((), num_items, dtype=wide)
 
 
 def _check(
@@ -119,6 +127,7 @@ def _forward(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    divisor: Tensor | None,
     tile: int,
     ignore_index: int,
     compute: torch.dtype,
@@ -131,9 +140,7 @@ def _forward(
     total, dhidden, dweight, dbias, power = out
     for buffer in (total, dweight, dbias):
         buffer.zero_()
-    power.copy_(
-        _power(weight) if compute == torch.float16 and (hidden_grad or weight_grad) else power.new_ones(())
-    )
+    power.copy_(_power(weight, divisor, compute if hidden_grad or weight_grad else torch.float32))
     with without_autocast(hidden.device.type):
         w_VH = weight.to(compute)
         b_V = None if bias is None else bias.to(compute)
@@ -154,14 +161,21 @@ def _forward(
     return out
 
 
-def _power(weight: Tensor) -> Tensor:
-    """The largest power of two, at most 4,096, with which no float16 gradient of a token can overflow.
+def _power(weight: Tensor, divisor: Tensor | None, compute: torch.dtype) -> Tensor:
+    """What half gradients carry: of 1/divisor the part in (0.5, 1], and in float16 a power of two.
 
-    |dhidden| is at most 2 max|weight| a token, since dlogits' magnitudes sum to at most 2.
+    That is the largest, at most 4,096, with which no gradient of a token can overflow: |dhidden| is at most
+    2 max|weight| a token, since dlogits' magnitudes sum to at most 2.
     """
-    low, high = torch.aminmax(weight)
-    bound = 2 * torch.maximum(low.abs(), high.abs()).float()
-    return 2.0 ** torch.floor(torch.log2(2.0**15 / bound)).clamp(0, _LARGEST_POWER)
+    power = torch.ones((), device=weight.device)
+    if compute in HALF and divisor is not None:
+        mantissa = torch.frexp(divisor.float()).mantissa
+        power = torch.where(divisor > 0, 0.5 / mantissa, power)
+    if compute == torch.float16:
+        low, high = torch.aminmax(weight)
+        bound = 2 * torch.maximum(low.abs(), high.abs()).float()
+        power = power * 2.0 ** torch.floor(torch.log2(2.0**15 / bound)).clamp(0, _LARGEST_POWER)
+    return power
 
 
 def _outputs(
@@ -190,6 +204,7 @@ def _(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    divisor: Tensor | None,
     tile: int,
     ignore_index: int,
     compute: torch.dtype,
@@ -206,11 +221,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(dhidden, dweight, dbias, power)
     ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-    ctx.made = (inputs[8], inputs[9])
+    ctx.made = (inputs[9], inputs[10])
 
 
 def _backward(ctx: Any, dtotal: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads: list[Tensor | None] = [None] * 10
+    grads: list[Tensor | None] = [None] * 11
     if dtotal is None:
         return tuple(grads)
     dhidden, dweight, dbias, power = ctx.saved_tensors

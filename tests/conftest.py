@@ -79,6 +79,16 @@ def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     assert not new or not _still_there(new), new
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """torch.distributed with this process alone in it."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def processes_of(test: Path) -> list[psutil.Process]:
     """The living processes that inherited HARNESS_TEST = this test's folder, forks of a server included."""
     return [process for process in psutil.process_iter() if _marked(process, str(test))]

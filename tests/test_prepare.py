@@ -7,12 +7,10 @@ import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -150,13 +148,6 @@ def test_a_configuration_has_the_shape_of_its_preset(name: str) -> None:
 
     found = dataclasses.asdict(shape_of(Model()))
     assert found == {field: getattr(PRESETS[name], field) for field in found}
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_host"])

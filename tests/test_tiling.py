@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -371,13 +370,6 @@ def test_what_cannot_be_tiled_is_refused_before_anything_changes() -> None:
 
 
 # Sharded --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_rank(tmp_path: object) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("whole_head", [True, False], ids=["head in the root", "head sharded apart"])
